@@ -95,7 +95,7 @@ def extra_memory(name: str, vocab_size: int, num_tokens: int, dim: int, dtype: t
         read = [readouts.top_logits(EAFT.num_logits)] if "top_logits" in objective.needs else []
         kept = [torch.empty(num_tokens, TOP_K + 1), torch.zeros(num_tokens, TOP_K, dtype=torch.int32)]
         if kl is not None:
-            read.append(readouts.kl_from(*kept) if kl == "cached" else readouts.kl_from_pretrained(model))
+            read.append(readouts.kl_from(kept[0], kept[1]) if kl == "cached" else readouts.kl_from_pretrained(model))
         weighting = weighting_of(objective, batch, kl is not None)
         given = [
             *model.parameters(),

@@ -7,16 +7,8 @@ from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 
-from finch.training.style import (
-    COLOURS,
-    LESS_FORGOTTEN,
-    MORE_LEARNED,
-    PRETRAINED,
-    Name,
-    method_styles,
-    name_places,
-    new_panels,
-)
+from finch.study.report.style import PRETRAINED, method_styles, name_places
+from finch.training.style import COLOURS, LESS_FORGOTTEN, MORE_LEARNED, Name, new_panels
 
 ROOT = Path(__file__).parents[2]
 CHANCE = 100 / 6

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from examples.quickstart.evaluate import Scores
-from finch.training.style import LESS_FORGOTTEN, MORE_LEARNED, method_styles, name_ends, new_panels
+from finch.study.report.style import method_styles
+from finch.training.style import LESS_FORGOTTEN, MORE_LEARNED, name_ends, new_panels
 
 
 @dataclass(frozen=True)

@@ -67,11 +67,6 @@ def inside(folder: Path, *names: str, is_file: bool = False, is_own: bool = Fals
     return place
 
 
-def written_epochs(run: Path) -> list[int]:
-    """The epochs, from 0, whose model or adapter is there."""
-    return sorted({number for number, _ in epoch_folders(run)})
-
-
 def chosen_model(run: Path) -> Path | None:
     """The model of a run: ``best``, else that of the last epoch, a complete model before an adapter; None: there is none."""
     if (run / BEST).is_dir():

@@ -285,9 +285,8 @@ def _check_columns(data: Any, key: str, source: str) -> None:
                 f"{', '.join(table.column_names)}{_style_of(table[0], key)}"
             )
         if missing := [number for number, value in enumerate(table[column], start=1) if value is None]:
-            raise UserError(
-                f"{key}: {_name(missing, source)} no field {column!r}, or null in it; fix or remove {_them(missing)}"
-            )
+            them = "that row" if len(missing) == 1 else "them"
+            raise UserError(f"{key}: {_name(missing, source)} no field {column!r}, or null in it; fix or remove {them}")
     try:
         _message_transform(data)(table[0])
     except Exception as error:  # as in Samples
@@ -328,7 +327,3 @@ def _name(rows: Sequence[int], source: str) -> str:
     if len(rows) == 1:
         return f"row {rows[0]} of {source} has"
     return f"{len(rows):,} rows of {source} ({', '.join(map(str, rows[:3]))}{', ...' if len(rows) > 3 else ''}) have"
-
-
-def _them(rows: Sequence[int]) -> str:
-    return "that row" if len(rows) == 1 else "them"

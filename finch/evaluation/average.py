@@ -42,7 +42,7 @@ from finch.training.hooks import Hook, Trainer
 from finch.training.loaded_model import LoadedModel
 from finch.training.reference import dataset_loss, fingerprint_of, model_settings
 from finch.training.run import RunLock
-from finch.training.style import COLOURS, LESS_FORGOTTEN, MORE_LEARNED, STYLES, new_panels
+from finch.training.style import COLOURS, LESS_FORGOTTEN, MORE_LEARNED, new_panels
 from finch.weights.files import check_export, is_own
 from finch.weights.huggingface import HuggingFaceFolder
 from finch.weights.peft import merge_adapter
@@ -456,10 +456,9 @@ def _write_front(averages: Averages, front: Front, chosen: Point, lines: list[st
 
 def _draw(front: Front, chosen: Point, file: Path) -> None:
     figure, (axes,) = new_panels((5, 4), 1, 1)
-    style = STYLES["wise_ft"]
     points = list(front)
     x, y = [[100 * share(point) for point in points] for share in (front.learned_share, front.forgotten_share)]
-    axes.plot(x, y, marker=style.marker, color=style.hex)
+    axes.plot(x, y, marker="v", color=COLOURS["violet"])  # as WiSE-FT in a report
     for point, left, top in zip(points, x, y, strict=True):
         weight = "bold" if point == chosen else "normal"
         axes.annotate(f"{point.alpha:g}", (left, top), (6, 4), textcoords="offset points", fontweight=weight)

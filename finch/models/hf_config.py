@@ -125,14 +125,11 @@ def check_folder(path: str | Path, option: str = "checkpointer.checkpoint_dir") 
         raise UserError(
             f"{option}={path} is not a folder; download the model with `tune download {path} --output-dir {target}` and give {option}={target}, or correct the path"
         )
-    command = download_command(folder) or f"tune download {_hub_name(folder.name)} --output-dir {path}"
-    raise UserError(f"{option}={path} is not a folder; download the model with `{command}`, or correct the path")
-
-
-def _hub_name(name: str) -> str:
-    """The model of that name among the families' examples; else the form of such a name."""
+    # The model of that name among the families' examples; else the form of such a name.
     examples = (example for family in FAMILIES.values() for example in family.examples)
-    return next((example for example in examples if example.partition("/")[2] == name), "ORG/NAME")
+    name = next((example for example in examples if example.partition("/")[2] == folder.name), "ORG/NAME")
+    command = download_command(folder) or f"tune download {name} --output-dir {path}"
+    raise UserError(f"{option}={path} is not a folder; download the model with `{command}`, or correct the path")
 
 
 def read_json(path: Path) -> Any:

@@ -163,7 +163,9 @@ def draw(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
     losses.plot(x, _column(steps, "loss"), color=COLOURS[colour], linewidth=width, label="loss of the step", **few)
     if has_ema:
         losses.plot(x, ema, color=COLOURS["blue"], linewidth=1.8, label="EMA")
-    for key, style in zip(_validation_keys(lines), itertools.cycle(("-", "--", ":", "-."))):
+    known = dict.fromkeys(key for line in lines for key, value in line.items() if value is not None)
+    validated = [key for key in known if key == "validation_loss" or key.startswith("validation/")]
+    for key, style in zip(validated, itertools.cycle(("-", "--", ":", "-."))):
         validations = [line for line in lines if line.get(key) is not None]
         at = [line["step"] for line in validations]
         label = "validation" if key == "validation_loss" else key.removesuffix("/loss")
@@ -214,11 +216,6 @@ def _lost(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list
                 rise = value if is_rise else 0.0
                 values.append(-rise if label.endswith("accuracy") else rise)
     return found
-
-
-def _validation_keys(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    keys = {key: None for line in lines for key, value in line.items() if value is not None}
-    return [key for key in keys if key == "validation_loss" or key.startswith("validation/")]
 
 
 def _column(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:

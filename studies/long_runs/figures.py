@@ -7,16 +7,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from finch.training.style import (
-    LESS_FORGOTTEN,
-    MORE_LEARNED,
-    Name,
-    method_styles,
-    name_ends,
-    name_places,
-    new_panels,
-    write,
-)
+from finch.study.report.style import method_styles, name_places, write
+from finch.training.style import LESS_FORGOTTEN, MORE_LEARNED, Name, name_ends, new_panels
 
 ARMS = {
     "sft": "cosine",

@@ -21,7 +21,8 @@ import yaml
 
 from finch.base.errors import UserError, report_user_errors
 from finch.base.run_files import AVERAGE, CELL, METRICS, read_metrics
-from finch.training.style import LESS_FORGOTTEN, MORE_LEARNED, Name, method_styles, name_places, new_figure, save
+from finch.study.report.style import method_styles, name_places, new_figure, save
+from finch.training.style import LESS_FORGOTTEN, MORE_LEARNED, Name
 from studies.smollm2_tofu import data
 
 HERE = Path(__file__).parent

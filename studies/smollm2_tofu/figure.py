@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from finch.study.report.front import TradeOff, points_by_method
 from finch.study.report.measures import Estimate
-from finch.training.style import LESS_FORGOTTEN, MORE_LEARNED, PRETRAINED, STYLES, Name, name_places, new_panels, write
+from finch.study.report.style import PRETRAINED, STYLES, name_places, write
+from finch.training.style import LESS_FORGOTTEN, MORE_LEARNED, Name, new_panels
 
 Array = NDArray[np.float64]
 LABELS = {

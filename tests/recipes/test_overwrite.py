@@ -50,7 +50,7 @@ def test_missing_logger_package_leaves_the_old_run(tmp_path, config, old_run, mo
 
 def test_failure_while_loading_weights_leaves_the_old_run(tmp_path, config, old_run, monkeypatch):
 
-    def fail(_):
+    def fail(*_):
         raise MemoryError("weights")
 
     monkeypatch.setattr("finch.training.loaded_model.LoadedModel.load_pretrained", fail)
@@ -84,7 +84,7 @@ def test_nothing_of_the_old_run_is_left(tmp_path, config, old_run):
     left = {path.name for path in old_run.iterdir()} - {run_files.LOSS_FIGURE, "torchtune_config.yaml"}
     assert left == {
         *(run_files.CONFIG, run_files.METRICS, run_files.CHECKPOINTS, run_files.REFERENCE_LOSSES),
-        *(run_files.LOGS, run_files.LOCK, "epoch_0", "notes.txt"),
+        *(run_files.LOGS, run_files.LOCK, run_files.STATUS, "epoch_0", "notes.txt"),
     }
     assert [path.name for path in (old_run / run_files.CHECKPOINTS).iterdir()] == ["step_2"]
     assert new.column("step") == [1, 2]

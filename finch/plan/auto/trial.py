@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from finch.base.errors import UserError, one_line
 from finch.base.files import atomic_file, gigabytes
 from finch.cli.early_checks import only_errors_logged
 from finch.config.parser import merge, recipe_of
-from finch.config.schema import RECIPES
+from finch.config.schema import RECIPES, affecting
 from finch.config.validation import check
 from finch.distributed import parallel
 
@@ -27,7 +26,7 @@ LIMIT_S = 30.0
 """After this no further candidate is tried."""
 
 _SHARE = 0.9  # of the memory; the rest is for what the estimate does not count
-_OF_NO_STEP = re.compile(r"(output_dir|seed|epochs|optimizer\.lr|lr_scheduler\b.*|log_\w+|resume_\w+|overwrite)=")
+_OF_NO_STEP = affecting("place") - {"device"} | {"seed", "epochs", "optimizer.lr", "lr_scheduler"}
 
 Keys = dict[str, Any]
 
@@ -103,8 +102,9 @@ class Trial:
     def _fingerprint(self, candidates: Sequence[Keys]) -> str:
         """Of all that a step's memory depends on; a sweep's rates and seeds leave it as it is."""
         known = asdict(self)
-        known["blocks"] = {key: value for key, value in self.blocks.items() if not _OF_NO_STEP.match(f"{key}=")}
-        known["overrides"] = [each for each in self.overrides if not _OF_NO_STEP.match(each)]
+        known["blocks"] = {key: value for key, value in self.blocks.items() if key not in _OF_NO_STEP}
+        given = {each: each.partition("=")[0] for each in self.overrides}
+        known["overrides"] = [each for each, key in given.items() if not {key, key.split(".")[0]} & _OF_NO_STEP]
         versions = [metadata.version(package) for package in ("finch-finetune", "torch", "torchtune")]
         text = json.dumps([known, candidates, versions], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

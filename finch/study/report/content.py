@@ -22,8 +22,8 @@ from finch.study.report.measures import Comparison
 from finch.study.report.paper import TASKS, paper_model
 from finch.study.report.runs import Run
 from finch.study.report.selection import Measure
+from finch.study.report.style import Style, method_styles
 from finch.study.sweep.grid import LR
-from finch.training.style import Style, method_styles
 
 
 @dataclass(frozen=True)

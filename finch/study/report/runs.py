@@ -108,8 +108,8 @@ class Run:
     @property
     def finished_epochs(self) -> int:
         """Epochs whose model is there; with ``save_last_epoch_only``, which leaves only the last one's, all up to it."""
-        written = run_files.written_epochs(self.folder)
-        return written[-1] + 1 if written and self.config.get("save_last_epoch_only") else len(written)
+        written = {number for number, _ in run_files.epoch_folders(self.folder)}
+        return max(written) + 1 if written and self.config.get("save_last_epoch_only") else len(written)
 
     def result_path(self, suite: str) -> Path:
         return self.folder / run_files.EVALUATION / f"{suite}.json"

@@ -13,9 +13,10 @@ from finch.study.report.content import Report
 from finch.study.report.paper import MODELS, Curve, accuracy_curves, learning_rate_curves, paper_results
 from finch.study.report.runs import Run
 from finch.study.report.selection import Measure, task_probes
+from finch.study.report.style import PRETRAINED, Drawing, Style
 from finch.study.report.summary import commands, provenance
 from finch.study.report.tables import Table
-from finch.training.style import LESS_FORGOTTEN, MORE_LEARNED, PRETRAINED, Drawing, Style
+from finch.training.style import LESS_FORGOTTEN, MORE_LEARNED
 
 PROBE_METRICS = {
     "accuracy": ("Accuracy", "accuracy, %", 100.0),

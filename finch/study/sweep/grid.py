@@ -99,6 +99,11 @@ class Cell:
         """The output of the cell's processes."""
         return self.folder.with_name(f"{self.name}.log")
 
+    @property
+    def status(self) -> Path:
+        """How far the cell's process is, while it runs here."""
+        return self.folder.with_name(f"{self.name}.status.json")
+
     def overrides(self) -> list[str]:
         """``key=value`` of the cell's run, its folder included."""
         words = override_words({key: value for key, value in self.values.items() if key not in (ALPHA, LOG, LABEL)})

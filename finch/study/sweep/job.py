@@ -36,13 +36,6 @@ if TYPE_CHECKING:
 
 FINCH = (sys.executable, "-P", "-m", "finch.cli")
 _LINKED = (run_files.CONFIG, run_files.METRICS, run_files.BEST, run_files.EVALUATION)
-# Keys that do not change what a run computes, or that a finished run may have had otherwise.
-_IGNORED = {
-    *("output_dir", "resume_from_checkpoint", "overwrite", "checkpoint", "checkpointer"),
-    *("epochs", "save_last_epoch_only"),
-    *("metric_logger", "log_every_n_steps", "log_level", "log_peak_memory_stats", "profiler"),
-    *("num_workers", "distributed_timeout", "device"),
-}
 
 
 @dataclass(frozen=True)
@@ -253,6 +246,7 @@ def different_key(run: Path, cfg: DictConfig) -> tuple[str, Any, Any] | None:
     from omegaconf import OmegaConf
 
     from finch.config.resolved import redacted
+    from finch.config.schema import affecting
 
     path = run / run_files.CONFIG
     if not path.is_file():
@@ -264,7 +258,9 @@ def different_key(run: Path, cfg: DictConfig) -> tuple[str, Any, Any] | None:
     config = OmegaConf.to_container(redacted(cfg), resolve=True)
     assert isinstance(saved, dict)
     assert isinstance(config, dict)
-    for key in sorted(saved.keys() & config.keys() - _IGNORED, key=str):
+    # A finished run may have had these otherwise. Of a checkpointer the folder is compared below.
+    left_out = affecting("place") | {"epochs", "checkpointer"}
+    for key in sorted(saved.keys() & config.keys() - left_out, key=str):
         if saved[key] != config[key]:
             return str(key), saved[key], config[key]
     old, new = (str(each["checkpointer"]["checkpoint_dir"]) for each in (saved, config))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -14,7 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from finch.base import status as program_status
 from finch.base.errors import UserError
+from finch.base.files import remove
+from finch.base.progress import duration
 from finch.distributed.processes import die_with_parent, share_cores
 from finch.study.sweep.grid import EVALUATED, FAILED, FINISHED, RUN, RUNNING, SMALL_LR, WAITING, WISE_FT, write_cell
 from finch.study.sweep.job import Job, slurm_error
@@ -24,8 +26,6 @@ from finch.training.run import RunLock
 _POLL_S = 0.2
 _PROGRESS_S = 1.0
 _LINE_INTERVAL_S = 60.0
-_PROGRESS = re.compile(r"(\w+ [\d,]+ of [\d,]+)\b.*?(\d+:\d\d:\d\d) left")
-_TAIL_BYTES = 20_000
 _SCORING, _EVALUATING = "scoring", "evaluating"
 """Of the epochs, which chooses the cell's model; of the model."""
 _IDLE = (WAITING, FINISHED, EVALUATED)
@@ -43,7 +43,6 @@ class _Running:
     """A process of a cell."""
 
     process: subprocess.Popen[bytes]
-    start: int  # bytes of the log before it
     slot: int
 
 
@@ -195,12 +194,12 @@ class LocalSweep:
         slot = min(set(range(self._num_parallel)) - {running.slot for running in self._running()})
         environment = dict(os.environ)
         share_cores(environment, self._num_parallel)
-        environment["PYTHONUNBUFFERED"] = "1"
+        environment |= {"PYTHONUNBUFFERED": "1", program_status.STATUS_FILE: str(state.job.cell.status)}
+        remove(state.job.cell.status)
         if self._num_gpus > 1:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self._num_gpus)))
             environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot % self._num_gpus]
         with state.job.cell.log.open("ab") as log:
-            start = log.tell()
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -210,18 +209,20 @@ class LocalSweep:
                 preexec_fn=die_with_parent,  # a cell without its sweep would keep the next one from its folder
                 start_new_session=True,  # Ctrl-C in the terminal reaches only this process, which passes it on once
             )
-        state.running, state.status, state.reason = _Running(process, start, slot), status, ""
+        state.running, state.status, state.reason = _Running(process, slot), status, ""
 
     def _end(self, state: _State, running: _Running) -> None:
         """After a process: the next state is what its folder says."""
         job, code = state.job, running.process.returncode
+        error = program_status.read(job.cell.status)["error"]
+        remove(job.cell.status)
         state.running = None
         if code != 0 and state.status == RUNNING and RunLock(job.cell.folder).holder() is not None:
             state.status = WAITING  # another process was there first
         elif code != 0:
             what = {_EVALUATING: "evaluation: ", _SCORING: "scoring its epochs: "}.get(state.status, "")
-            killed = f"killed by {signal.Signals(-code).name}; " if code < 0 else ""
-            self._fail(state, f"{what}{killed}{_last_error(job.cell.log, running.start)}; {job.cell.log}")
+            ended = f"killed by {signal.Signals(-code).name}" if code < 0 else error or f"exit code {code}"
+            self._fail(state, f"{what}{ended}; {job.cell.log}")
         elif state.status in (_SCORING, _EVALUATING):
             ended = state.commands[0]
             job.end_evaluation(of_epochs=state.status == _SCORING)
@@ -260,7 +261,7 @@ class LocalSweep:
         for folder, state in self._states.items():
             texts[folder.name] = f"{state.status}: {state.reason}" if state.reason else state.status
             if state.running is not None:
-                progress[folder.name] = _progress_of(state.job.cell.log, state.running.start)
+                progress[folder.name] = _progress_of(state.job.cell.status)
         self._display.update(texts, progress)
 
     def _stop(self, number: int) -> None:
@@ -343,24 +344,9 @@ class _Display:
         self._num_lines = len(lines)
 
 
-def _progress_of(log: Path, start: int) -> str:
-    """``step 25 of 300, 0:01:10 left``, of the log after its first ``start`` bytes; empty before its first line of progress."""
-    matches = _PROGRESS.findall(_tail(log, start))
-    return f"{matches[-1][0]}, {matches[-1][1]} left" if matches else ""
-
-
-def _last_error(log: Path, start: int) -> str:
-    """The reason of a failure: the line of a user's mistake, else the last line."""
-    lines = [line.strip() for line in _tail(log, start).replace("\r", "\n").splitlines() if line.strip()]
-    errors = [line.removeprefix("finch: error: ") for line in lines if line.startswith("finch: error: ")]
-    return (errors or lines or ["no output"])[-1]
-
-
-def _tail(log: Path, start: int) -> str:
-    try:
-        with log.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(size - _TAIL_BYTES, start, 0))
-            return file.read().decode(errors="replace")
-    except OSError:
+def _progress_of(status_file: Path) -> str:
+    """``epoch 1/2, 25 of 300, 0:01:10 left``; empty before there is a speed."""
+    found = program_status.read(status_file)
+    if found["seconds_left"] is None:
         return ""
+    return f"{found['phase']}, {found['done']:,} of {found['total']:,}, {duration(found['seconds_left'])} left"

@@ -205,7 +205,7 @@ def test_failures_with_one_cause_are_one_line(grid, capsys, monkeypatch):
     code, printed, error = finch(capsys, "sweep", file)
     assert code == 1
     [line] = [line for line in error.splitlines() if line.startswith("finch: error: ")]
-    assert line.startswith("finch: error: sft and 1 more: no output")
+    assert line.startswith("finch: error: sft and 1 more: exit code 1;")
     assert "2 of 2 cells failed" in printed
 
 

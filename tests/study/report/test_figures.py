@@ -13,7 +13,7 @@ from finch.study.report.figures import draw_trade_off
 from finch.study.report.front import Point, Setting, TradeOff
 from finch.study.report.measures import Estimate
 from finch.study.report.selection import Measure
-from finch.training.style import STYLES
+from finch.study.report.style import STYLES
 
 NEW, OLD = (Measure(name, "", "losses", name, "", "nats", is_higher_better=False) for name in ("loss", "kl"))
 

@@ -14,9 +14,9 @@ from finch.study.report.content import Names
 from finch.study.report.front import Front, compare_pair, seed_points
 from finch.study.report.report import write_report
 from finch.study.report.selection import Measure
+from finch.study.report.style import method_styles
 from finch.study.report.summary import _conclusion, _pair_text
 from finch.study.report.tables import NONE
-from finch.training.style import method_styles
 
 
 @pytest.fixture(scope="module")

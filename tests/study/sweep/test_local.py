@@ -35,7 +35,7 @@ time.sleep(max(seconds, 0))
 while events.read_text().count("start") < -seconds:  # so many have started
     time.sleep(0.02)
 if code:
-    print("finch: error: key=1 is wrong")
+    pathlib.Path(os.environ["FINCH_STATUS_FILE"]).write_text('{"error": "key=1 is wrong"}')
     sys.exit(code)
 (folder / "epoch_0").mkdir()
 note("end")
