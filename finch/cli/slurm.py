@@ -197,7 +197,8 @@ def split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
     options: list[str] = []
     others: list[str] = []
     for previous, word in zip(["", *words], words, strict=False):
-        takes_one = previous.startswith("-") and not _FLAG.fullmatch(previous)
+        has_value = previous[:2] != "--" and len(previous) > 2  # -N2
+        takes_one = previous.startswith("-") and not (has_value or _FLAG.fullmatch(previous))
         is_value = takes_one and "=" not in previous + word and not word.startswith("~")
         (options if word.startswith("-") or is_value else others).append(word)
     return options, others

@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import stat
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
@@ -135,23 +136,30 @@ def _lists() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     return components, {key: {"_component_", *names.split()} for key, names in lists["arguments"].items()}
 
 
+_REACHING = ("socket.connect", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo", "socket.gethostbyname")
+_inside: list[None] = []  # an entry per `offline` that has not ended
+
+
 @contextlib.contextmanager
 def offline(is_on: bool = True) -> Iterator[None]:
     """Nothing inside reaches another machine, whatever a run's rows and models have the libraries that read them ask for, such as pictures by URL."""
-    if not is_on:
-        yield
-        return
-    resolve, connect = socket.getaddrinfo, socket.socket.connect
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise OSError(errno.ENETUNREACH, "files of a run may not name other machines")
-
-    def connect_here(own: socket.socket, address: Any) -> None:
-        # Unix sockets stay, over which processes of this machine talk.
-        refuse() if own.family in (socket.AF_INET, socket.AF_INET6) else connect(own, address)
-
-    socket.getaddrinfo, socket.socket.connect = refuse, connect_here  # type: ignore[method-assign, assignment]
+    if is_on:
+        _watch_sockets()
+        _inside.append(None)
     try:
         yield
     finally:
-        socket.getaddrinfo, socket.socket.connect = resolve, connect  # type: ignore[method-assign]
+        if is_on:
+            _inside.pop()
+
+
+@functools.cache
+def _watch_sockets() -> None:
+    """Python reports each such call before it is made, to hooks that stay for the process."""
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        # Unix sockets stay, over which processes of this machine talk.
+        if _inside and event in _REACHING and getattr(arguments[0], "family", None) != socket.AF_UNIX:
+            raise OSError(errno.ENETUNREACH, "files of a run may not name other machines")
+
+    sys.addaudithook(refuse)

@@ -39,7 +39,8 @@ def labels_come_shifted() -> bool:
     main's do, before rows are packed (its pull request 2613); 0.6.1 leaves it to the recipe. Decided by building a row, since
     the version of a checkout is 0.0.0.
     """
-    row = SFTTransform(model_transform=_three_tokens)({})
+    three_tokens = {"tokens": [0, 1, 2], "mask": [False, False, False]}
+    row = SFTTransform(model_transform=lambda _: three_tokens)({})
     return int(row["labels"][0]) == 1
 
 
@@ -61,7 +62,3 @@ def plan_arguments(builder: Callable[..., Any], decoder: nn.Module) -> dict[str,
     """
     accepted = inspect.signature(builder).parameters
     return {name: value for name, value in (("model", decoder), ("inference", True)) if name in accepted}
-
-
-def _three_tokens(_: Any) -> dict[str, list[Any]]:
-    return {"tokens": [0, 1, 2], "mask": [False, False, False]}

@@ -22,7 +22,7 @@ from finch.config.schema import ALIASES, NAME, REQUIRED, UNSUPPORTED_KEYS, Key, 
 WEIGHT = "weight"
 """How often an entry of a list of datasets is drawn; it is next to the entry's ``_component_`` and its arguments."""
 
-PATHS = (
+PATHS = [
     "output_dir",
     "checkpoint_dir",
     "path",
@@ -32,7 +32,7 @@ PATHS = (
     "cache",
     "adapter_checkpoint",
     "source",
-)
+]
 _MAX_NAME = 255
 _BAD_NAME = "a name has only letters, digits, _ and -; rename it"
 _NOT_TEXT_MODELS = re.compile(r"torchtune\.models\.(llama3_2_vision|clip|flux|t5)\.")

@@ -155,12 +155,10 @@ def _first_turns(
 ) -> dict[str, Any]:
     """The system turn, if there is one, and the first user turn, as :func:`_prompt` takes them; with the row's tools, if it has some."""
     present = {name: value for name, value in row.items() if value is not None}
-    for column in ((column_map or {}).get("prompt"), "question", "query", "prompt", "instruction"):
-        if (
-            column is not None
-            and isinstance(row.get(column), str)
-            and not (column == "instruction" and row.get("input"))
-        ):
+    named, has_turns = (column_map or {}).get("prompt"), {"messages", "conversations"} & present.keys()
+    # Of a conversation the turns count, its system prompt included, and not a column that repeats the first one.
+    for column in filter(None, (named, *(() if has_turns else ("question", "query", "prompt", "instruction")))):
+        if isinstance(row.get(column), str) and not (column == "instruction" and row.get("input")):
             # Rows of prompts have no answers; what else a row has is read as that of a row with one.
             row_format = RowFormat("question_answer", {"question": column, "answer": ""})
             present[""] = "."

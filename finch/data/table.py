@@ -49,11 +49,9 @@ class FileRows:
         if not self._is_text:
             return list(self._table.column_names)
         # Rows of JSON need not have the same fields, and to read all of them for their names takes long.
-        found: list[str] = remembered(["columns", *self.key], self._find_columns, str(self.file))
+        names = (name for index in range(len(self)) for name in self[index])
+        found: list[str] = remembered(["columns", *self.key], lambda: list(dict.fromkeys(names)), str(self.file))
         return found
-
-    def _find_columns(self) -> list[str]:
-        return list(dict.fromkeys(name for index in range(len(self)) for name in self[index]))
 
 
 class Table:

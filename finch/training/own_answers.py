@@ -248,7 +248,10 @@ class _Batch:
 
     def cache(self, model: TokenLoss, dtype: torch.dtype, parallel: Parallel) -> contextlib.AbstractContextManager[Any]:
         """Keeps keys and values inside, where the model's attention can do so."""
-        self._is_cached = _can_cache(model) and parallel.tensor_mesh is None
+        # A cache takes a mask of all keys; Gemma 2's windows do not.
+        layers: list[Any] = [layer.attn for layer in model.decoder.layers]
+        self._is_cached = all(type(layer).forward in CALLS_ATTENTION for layer in layers)
+        self._is_cached &= parallel.tensor_mesh is None
         if not self._is_cached:
             return contextlib.nullcontext()
         stack = contextlib.ExitStack()
@@ -301,9 +304,3 @@ class _Batch:
         if not top_k:
             return [last]
         return [last, output["top_log_probs"][:, -1].cpu(), output["top_tokens"][:, -1].int().cpu()]
-
-
-def _can_cache(model: TokenLoss) -> bool:
-    """Whether every attention layer is one whose cache takes a mask of all keys; Gemma 2's windows do not."""
-    layers: list[Any] = [layer.attn for layer in model.decoder.layers]
-    return all(type(layer).forward in CALLS_ATTENTION for layer in layers)

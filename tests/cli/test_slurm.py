@@ -64,7 +64,7 @@ def test_submit_passes_options_overrides_and_settings(capsys, tmp_path, monkeypa
     assert (tmp_path / "run/slurm").is_dir()
 
 
-@pytest.mark.parametrize("flag", ["--exclusive", "--requeue", "-H"])
+@pytest.mark.parametrize("flag", ["--exclusive", "--requeue", "-H", "-N2"])
 def test_a_flag_takes_no_word(capsys, sbatch, flag):
     assert submit(capsys, flag, "qwen3/4B_finch", "output_dir=run")[0] == 0
     assert f"--export=ALL|{flag}|--gpus-per-node=1" in received(sbatch)[0]

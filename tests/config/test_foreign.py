@@ -184,6 +184,8 @@ def test_offline_reaches_no_other_machine(tmp_path):
         for reach in (
             lambda: socket.create_connection(("localhost", 9)),
             lambda: socket.socket().connect(("127.0.0.1", 9)),
+            lambda: socket.socket().connect_ex(("127.0.0.1", 9)),
+            lambda: socket.socket(type=socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", 9)),
         ):
             with pytest.raises(OSError, match="files of a run may not name other machines"):
                 reach()

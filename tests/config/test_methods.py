@@ -111,7 +111,9 @@ def test_finch_keeps_an_eta_max_that_is_written(override, eta_max):
     assert merged("method=finch", override, lr_scheduler=block)["lr_scheduler"] == {**block, "eta_max": eta_max}
 
 
-@pytest.mark.parametrize(("method", "rate"), [("lora", 2e-4), ("finch+lora", 2e-4), ("small_lr", 1e-6)])
+@pytest.mark.parametrize(
+    ("method", "rate"), [("lora", 2e-4), ("finch+lora", 2e-4), ("small_lr", 1e-6), ("small_lr+lora", 2e-5)]
+)
 def test_method_has_its_own_rate_unless_given(method, rate):
     assert merged(f"method={method}")["optimizer"]["lr"] == rate
     assert merged(f"method={method}", "optimizer.lr=3e-3")["optimizer"]["lr"] == 3e-3

@@ -80,6 +80,14 @@ def test_a_model_writes_what_its_template_leaves_open(folder):
     assert tokenizer.decode(after[:1], skip_special_tokens=False) == "<|im_end|>"
 
 
+def test_a_conversation_is_its_turns_whatever_repeats_the_first(folder):
+    turns = [{"role": "system", "content": "bread"}, {"role": "user", "content": "why"}]
+    rows = [{"prompt": "why", "messages": [*turns, {"role": "assistant", "content": "does"}]}]
+    tokenizer = auto_tokenizer(str(folder / "qwen"))
+    (rendered,) = prompts.tokenize_prompts("key", "file", rows, tokenizer, limit=None, max_new_tokens=5)
+    assert "system\nbread" in tokenizer.decode(rendered, skip_special_tokens=False)
+
+
 def test_without_a_template_a_text_begins_with_bos(folder):
     tokenizer = auto_tokenizer(str(folder / "plain"))
     assert tokenizer.bos_id is None
