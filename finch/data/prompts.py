@@ -21,6 +21,8 @@ from finch.objectives.replay import around_content
 
 Sample = dict[str, Any]
 """``tokens`` and ``labels``, lists of equal length; a label that is no target is -100."""
+PROMPT_COLUMNS = ("question", "query", "prompt", "instruction")
+"""Of rows that may have no answer."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def _first_turns(
     present = {name: value for name, value in row.items() if value is not None}
     named, has_turns = (column_map or {}).get("prompt"), {"messages", "conversations"} & present.keys()
     # Of a conversation the turns count, its system prompt included, and not a column that repeats the first one.
-    for column in filter(None, (named, *(() if has_turns else ("question", "query", "prompt", "instruction")))):
+    for column in filter(None, (named, *(() if has_turns else PROMPT_COLUMNS))):
         if isinstance(row.get(column), str) and not (column == "instruction" and row.get("input")):
             # Rows of prompts have no answers; what else a row has is read as that of a row with one.
             row_format = RowFormat("question_answer", {"question": column, "answer": ""})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -300,19 +301,20 @@ class SelfReplay(TrainerCallback):
     ``replay_kl`` is in ``log_history``. One process and DDP; FSDP, DeepSpeed and fp16 are refused.
 
     Args:
-        prompts: ``"self"``: the model writes them after its chat template's beginning, or whole texts from BOS without one; or texts.
+        prompts: ``"self"``: the model writes them after its chat template's beginning, or whole texts from BOS without one; or a list of texts, or
+            the path of a file of them, as the recipe's ``self_replay.prompts``.
         rows, max_new_tokens, share, strength, temperature, top_k: see ``finch keys self_replay``.
         seed: of the order of the rows.
 
     Raises:
         ValueError: an argument is out of range.
-        UserError: from ``train``: no tokenizer, a model or precision that is refused, a resumed run without its answers.
+        UserError: a file of prompts that cannot be read. From ``train``: no tokenizer, a model or precision that is refused, a resumed run without its answers.
     """
 
     def __init__(
         self,
         *,
-        prompts: Sequence[str] | str = "self",
+        prompts: Sequence[str] | str | os.PathLike[str] = "self",
         rows: int = 128,
         max_new_tokens: int = 64,
         share: float = 0.25,
@@ -326,7 +328,10 @@ class SelfReplay(TrainerCallback):
         for name, value, least in (("strength", strength, 0), ("temperature", temperature, 0), ("rows", rows, 1)):
             if not (value >= least and math.isfinite(value)):
                 raise ValueError(f"{name}={value} must be finite and at least {least}")
-        self._prompts, self._num_rows, self._share, self._strength, self._seed = prompts, rows, share, strength, seed
+        self._prompts: Any = prompts
+        if isinstance(prompts, (str, os.PathLike)) and prompts != "self":
+            self._prompts = _prompts_of(Path(prompts), rows)
+        self._num_rows, self._share, self._strength, self._seed = rows, share, strength, seed
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
         self._shares: list[list[Answer]] = []
         self._hook: RemovableHandle | None = None
@@ -507,6 +512,22 @@ def around_user_turn(tokenizer: Any) -> tuple[list[int], list[int] | None]:
         if after and after[0] in {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}:
             return before, after
     return [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id], None
+
+
+def _prompts_of(file: Path, number: int) -> list[str]:
+    """The first texts of a file; raises UserError where there are none."""
+    require_extras("SelfReplay with a file of prompts", "torchtune")
+    from finch.data.prompts import PROMPT_COLUMNS, load_rows
+
+    try:
+        rows = load_rows(str(file), None, None, "train", number)
+    except UserError as error:
+        raise error.under(f"prompts={file}", data_files="prompts") from error
+    texts = [[row[name] for name in PROMPT_COLUMNS if isinstance(row.get(name), str)] for row in rows]
+    if [] in texts:
+        row = texts.index([]) + 1
+        raise UserError(f"prompts={file}: row {row} has none of the fields {', '.join(PROMPT_COLUMNS)}; give it one")
+    return [first for first, *_ in texts]
 
 
 def _prompt(tokenizer: Any, text: str) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from finch.base.errors import UserError
-from finch.config.instantiate import build, component_of
+from finch.config.instantiate import build, component_of, did_you_mean
 from finch.probes.budget import ForgettingBudget
 from finch.probes.probes import Probes
 from finch.training.hooks import Hook, Hooks, NonfiniteGuard, Preemption, Profiler, StepChecks, Trainer, Validation
@@ -13,6 +13,7 @@ from finch.training.summary import Summary
 
 _FINAL = {"average": "finch.evaluation.average.Average"}
 """What other rooms do at the end of a run, where the config has their key: the core imports them only then."""
+_METHODS = [name for name in vars(Hook) if not name.startswith("_")]
 
 
 def build_hooks(trainer: Trainer, preemption: Preemption) -> Hooks:
@@ -38,5 +39,11 @@ def _user_hooks(cfg: DictConfig, reserved: set[str]) -> dict[str, Hook]:
             raise UserError(
                 f"hooks.{name}._component_={component_of(node)} is no finch.training.hooks.Hook; derive the class from it"
             )
+        for method in dir(hook):  # else it would never be called
+            hint = "" if method.startswith("_") or hasattr(Hook, method) else did_you_mean(method, _METHODS, 0.8)
+            if hint and callable(getattr(type(hook), method, None)):
+                raise UserError(
+                    f"hooks.{name}: {component_of(node)} has a method {method}, which is none of a hook's{hint}"
+                )
         found[str(name)] = hook
     return found

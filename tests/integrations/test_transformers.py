@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from helpers.causal_lm import collate, finch_rates, make_model, make_token_rows, mean_loss
+from helpers.rows import write_lines
 from tokenizers import Tokenizer, models
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -21,7 +22,7 @@ from finch.base import extras
 from finch.base.errors import UserError
 from finch.integrations.objective_loss import ObjectiveLoss
 from finch.integrations.self_replay import own_answers
-from finch.integrations.transformers import STATE_FILE, FinchCallback
+from finch.integrations.transformers import STATE_FILE, FinchCallback, SelfReplay
 from finch.objectives import DFT, EAFT, TALR, CrossEntropy
 
 ETA_BASE, ETA_MAX = 1e-3, 1e-2
@@ -330,3 +331,17 @@ def test_extra_that_is_missing_is_named(monkeypatch):
 def test_arguments_are_checked_at_once():
     with pytest.raises(ValueError, match=r"^ema=1.5 must lie in"):
         finch(ema=1.5)
+
+
+def test_replayed_prompts_of_a_file(tmp_path):
+    """A path is a file, as in the recipe, and not a text of letters."""
+    (tmp_path / "prompts.txt").write_text("Why?\n\nHow?\n")
+    write_lines(tmp_path / "rows.jsonl", {"question": "Who?", "answer": "I"}, {"text": "a"})
+    assert SelfReplay(prompts=str(tmp_path / "prompts.txt"), rows=1)._prompts == ["Why?"]
+    assert SelfReplay(prompts=tmp_path / "prompts.txt")._prompts == ["Why?", "How?"]
+    for name, message in (
+        ("rows.jsonl", "row 2 has none of the fields question, query, prompt, instruction; give it one"),
+        ("absent.jsonl", "prompts=.*absent.jsonl does not exist"),
+    ):
+        with pytest.raises(UserError, match=message):
+            SelfReplay(prompts=tmp_path / name)

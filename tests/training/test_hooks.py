@@ -48,6 +48,10 @@ class Recorder(Hook):
 
 class NoHook:
     pass
+
+class Misspelt(Hook):
+    def befor_step(self, state):
+        pass
 """
 
 
@@ -149,6 +153,10 @@ def test_stop_at_an_epochs_end_exports_it_and_a_refused_save_is_left_out(folder,
             "hooks.x._component_=own_hooks.NoHook is no finch.training.hooks.Hook",
         ),
         ({"x": {"_component_": "own_hooks.Nothing"}}, "hooks.x._component_=own_hooks.Nothing does not exist"),
+        (
+            {"x": {"_component_": "own_hooks.Misspelt"}},
+            "a method befor_step, which is none of a hook's, did you mean before_step?",
+        ),
         ({"x": {"_component_": "own_hooks.Recorder", "stopp_at": 1}}, "hooks.x.stopp_at"),
         ({"x": {"_component_": "weight_average.WeightAverage", "decay": 2}}, "hooks.x: decay=2 must be in [0, 1)"),
     ],

@@ -31,6 +31,8 @@ PURPOSES = {
     "bitsandbytes": "the 8-bit optimizers of bitsandbytes, which torchtune's configs name",
 }
 """What each extra of pyproject.toml is for."""
+_FOR = {"evaluate": "lm-eval", "report": "matplotlib", "hf": "accelerate", "titan": "torchtitan", "docs": "mkdocs"}
+"""The package that an extra is for, where it has another name. Its others are in the environments of other extras too."""
 # A Hugging Face folder and a resumable checkpoint of a 4B model in pure bf16 have about 8 and 24 GB.
 COMFORTABLE_FREE_BYTES = 50 * 10**9
 
@@ -91,8 +93,7 @@ def _package_problems(extras: list[str]) -> Iterator[str]:
         }
         if not own or extra == CONTRIBUTOR_EXTRA:
             continue
-        # Whether the package that the extra is named after is installed, or any of it if none is.
-        is_used = any(_version(name) for name in ([extra] if extra in own else own))
+        is_used = _version(_FOR.get(extra, extra)) is not None
         state = "installed" if is_used else f"pip install '{DISTRIBUTION}[{extra}]'"
         extras.append(f"{extra:<12} {state:<40} {PURPOSES.get(extra, '')}".rstrip())
         for name, specifier in own.items() if is_used else ():
