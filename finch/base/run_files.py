@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from finch.base import status
 from finch.base.errors import Unavailable, UserError
 from finch.base.files import read_bytes
 from finch.base.log import logger
@@ -40,7 +41,7 @@ STATUS = "status.json"
 LOSS_FIGURE = "loss.png"
 LOGS = "logs"
 BEST = "best"
-WITHIN_BUDGET = "within_budget"
+WITHIN_BUDGET, BUDGET = "within_budget", "forgetting_budget"
 CHECKPOINTS = "checkpoints"
 REFERENCE_LOSSES = "pretrained.safetensors"
 REFERENCE_TOP_K = "pretrained_top_k.safetensors"
@@ -68,7 +69,10 @@ def inside(folder: Path, *names: str, is_file: bool = False, is_own: bool = Fals
 
 
 def chosen_model(run: Path) -> Path | None:
-    """The model of a run: ``best``, else that of the last epoch, a complete model before an adapter; None: there is none."""
+    """The model of a run: ``within_budget`` where the budget has ended it, else ``best``, else that of the last epoch, a complete model before an
+    adapter; None: there is none."""
+    if (run / WITHIN_BUDGET).is_dir() and status.read(run / STATUS)["stopped_by"] == BUDGET:
+        return run / WITHIN_BUDGET
     if (run / BEST).is_dir():
         return run / BEST
     epochs = epoch_folders(run)

@@ -1,7 +1,7 @@
 """How far a program is, as JSON for other programs and for people: RUN/status.json of a run, and FINCH_STATUS_FILE of any command.
 
 Its fields are ``phase``, ``done`` and ``total`` of it (steps of a run, requests of an evaluation), ``seconds_left``, ``error`` (the line
-of a mistake, or null), ``is_finished``, ``is_requeued`` (to be started again), and ``time``, of the writing, in seconds since 1970.
+of a mistake, or null), ``stopped_by``, the hook that has ended a run before its end, ``is_finished``, ``is_requeued`` (to be started again), and ``time``, of the writing, in seconds since 1970.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 STATUS_FILE = "FINCH_STATUS_FILE"
 _INTERVAL_S = 2.0  # on a network's file system each writing takes milliseconds
-_NEW = {"phase": "", "done": 0, "total": None, "seconds_left": None, "error": None}
+_NEW = {"phase": "", "done": 0, "total": None, "seconds_left": None, "error": None, "stopped_by": None}
 _NEW |= {"is_finished": False, "is_requeued": False}
 
 

@@ -29,7 +29,7 @@ from finch.objectives.replay import uniform_draws
 from finch.training.chunked_loss import TokenLoss
 from finch.training.loaded_model import LoadedModel
 from finch.training.own_answers import generate
-from finch.weights.files import check_export
+from finch.weights.files import ADAPTER_CONFIG, check_export
 from finch.weights.huggingface import HuggingFaceFolder
 from finch.weights.peft import merge_adapter
 
@@ -40,7 +40,7 @@ class Chat:
     """Both models of a run in memory, in the run's dtype (bf16 for bf16_mixed); an adapter is merged.
 
     Args:
-        run: its folder, or its ``average``.
+        run: its folder, or a model's within: ``average``, ``within_budget``, an epoch's.
         base: the pretrained folder, where it has moved; None: that of RUN/config.yaml.
         temperature: 0: the likeliest token.
         trust, verify: see :func:`finch.evaluation.average.average`.
@@ -58,9 +58,9 @@ class Chat:
         trust: bool = False,
         verify: bool = False,
     ) -> None:
-        average = run / "model"  # of RUN/average
-        is_average = (average / HF_CONFIG).is_file() and not (run / CONFIG).is_file()
-        cfg = read_config(run.resolve().parent if is_average else run, base, _UNUSED, trust=trust)
+        own = run / "model" if (run / "model").is_dir() else run  # of RUN/average
+        is_model = not (run / CONFIG).is_file() and any((own / name).is_file() for name in (HF_CONFIG, ADAPTER_CONFIG))
+        cfg = read_config(run.resolve().parent if is_model else run, base, _UNUSED, trust=trust)
         pretrained = Path(cfg.checkpointer.checkpoint_dir)
         if not pretrained.is_dir():
             raise UserError(
@@ -71,7 +71,7 @@ class Chat:
         self._max_new_tokens, self._temperature = max_new_tokens, temperature
         self._place = Parallel(distributed.local_device(cfg.device))
         self._tokenizer = build(cfg.tokenizer, "tokenizer")
-        folder = average if is_average else tuned_folder(run)
+        folder = own if is_model else tuned_folder(run)
         for each in (folder, pretrained):
             check_export(each, by_digest=verify)
         with tempfile.TemporaryDirectory(prefix="finch_chat_") as merged:

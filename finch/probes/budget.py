@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
-from finch.base import run_files
+from finch.base import run_files, status
 from finch.base.log import logger
 from finch.config.schema import Budget
 from finch.training.checkpointer import TrainState
@@ -61,7 +61,8 @@ class ForgettingBudget(Hook):
     def _stop_if_exceeded(self, state: TrainState) -> None:
         settings = self._settings
         if settings is not None and settings.action == "stop" and self._last is not None and not self._is_inside():
-            state.request_stop("forgetting_budget; raise max_increase to continue")
+            status.report(now=True, stopped_by=run_files.BUDGET)
+            state.request_stop(f"{run_files.BUDGET}; raise max_increase to continue")
 
     def _follow(self, state: TrainState) -> None:
         """Takes the metrics of an evaluation, and warns where it is the first one outside."""

@@ -65,7 +65,10 @@ class Summary(Hook):
 def epoch_to_use(run: Path, best: Mapping[str, Any] | None, *, last: str, select_by: str | None) -> list[str]:
     """The epoch to use, and how to load it; nothing if its folder is elsewhere, as after a resume from another run's checkpoint."""
     epochs = _number(last)
-    if best is not None and (run / run_files.BEST).is_symlink():
+    if run_files.chosen_model(run) == run / run_files.WITHIN_BUDGET:
+        chosen = f"the last model inside {run_files.BUDGET}, which has ended the run"
+        folder, name = run / run_files.WITHIN_BUDGET, (run / run_files.WITHIN_BUDGET).readlink().name
+    elif best is not None and (run / run_files.BEST).is_symlink():
         chosen = f"best epoch: {_number(best['epoch'])} of {epochs}, {describe_best(best)}"
         folder, name = run / run_files.BEST, (run / run_files.BEST).readlink().name
     else:

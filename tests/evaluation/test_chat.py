@@ -84,4 +84,6 @@ def test_an_average_is_asked_as_its_run(run, tmp_path):
     (tmp_path / "run/average").mkdir(parents=True)
     shutil.copy(run / "config.yaml", tmp_path / "run")
     shutil.copytree(run / "epoch_0", tmp_path / "run/average/model")
-    assert Chat(tmp_path / "run/average", None, **OPTIONS).answers(PROMPT) == Chat(run, None, **OPTIONS).answers(PROMPT)
+    expected = Chat(run, None, **OPTIONS).answers(PROMPT)
+    assert Chat(tmp_path / "run/average", None, **OPTIONS).answers(PROMPT) == expected
+    assert Chat(run / "epoch_0", None, **OPTIONS).answers(PROMPT) == expected

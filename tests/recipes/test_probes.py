@@ -10,6 +10,8 @@ from torchtune.datasets import instruct_dataset
 from torchtune.models.llama2 import llama2_tokenizer
 from transformers import AutoModelForCausalLM
 
+from finch.base import run_files
+
 NAMES = ("texts", "facts", "choices", "own")
 
 
@@ -218,13 +220,17 @@ def test_budget_stops_the_run(config, straight, tmp_path):
     assert (run.folder / "within_budget").readlink().name == "epoch_0"
     assert not list(run.folder.glob("within_budget_step_*"))
     assert f"at step 8 is outside {limit:g}; {run.folder}/within_budget is epoch_0" in run.output
+    assert "the last model inside forgetting_budget, which has ended the run" in run.output
+    assert run_files.chosen_model(run.folder) == run.folder / "within_budget"
     again = finished(tmp_path, {**config, "forgetting_budget": budget}, "resume_from_checkpoint=True")
     assert "was stopped by forgetting_budget" in again.output
     assert list(probed(again)) == [0, 4, 6, 8]
+    assert run_files.chosen_model(run.folder) == run.folder / "within_budget"
     budget["max_increase"] = 99
     more = finished(tmp_path, {**config, "forgetting_budget": budget}, "resume_from_checkpoint=True")
     assert probed(more) == probed(straight)
     assert (run.folder / "within_budget").readlink().name == "epoch_1"
+    assert run_files.chosen_model(run.folder).name != "within_budget"
 
 
 @pytest.mark.parametrize("save", ["evaluations", "epochs"])
