@@ -81,11 +81,9 @@ class CheckpointWriter:
 
     def is_due(self, step: int) -> bool:
         """Whether this rank should save after ``step``. Clocks differ: if one rank should, all must."""
-        if self._every_n_steps is not None and step % self._every_n_steps == 0:
-            return True
-        return (
-            self._every_n_minutes is not None and time.monotonic() - self._last_save_time >= 60 * self._every_n_minutes
-        )
+        number, minutes = self._every_n_steps, self._every_n_minutes
+        is_time = minutes is not None and time.monotonic() - self._last_save_time >= 60 * minutes
+        return is_time or (number is not None and step % number == 0)
 
     def save(
         self,

@@ -79,13 +79,8 @@ class TrainState:
 
     def agree(self) -> None:
         """Makes the requests of each rank those of all; a collective of four numbers on the host."""
-        asked = self._requested
-        flags = [
-            self.is_save_due,
-            asked is not None,
-            asked is not None and not asked.is_finished,
-            asked is not None and asked.is_requeued,
-        ]
+        asked = self._requested or Stop("")
+        flags = [self.is_save_due, self._requested is not None, not asked.is_finished, asked.is_requeued]
         if self.parallel.world_size > 1:  # on the host: a request must not wait for the device
             found = torch.tensor(flags, dtype=torch.int32)
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.parallel.host_group)
@@ -93,7 +88,7 @@ class TrainState:
         self.is_save_due, is_stopped, is_unfinished, is_requeued = flags
         if is_stopped:
             # A collective that no rank misses: `is_stopped` is the same on all by now.
-            reasons = self.parallel.gather_all_ranks(None if asked is None else asked.reason)
+            reasons = self.parallel.gather_all_ranks(asked.reason)
             self.stop = Stop(next(filter(None, reasons)), not is_unfinished, is_requeued)
 
     def advance(self, order: GlobalOrder, steps_per_epoch: int) -> None:
