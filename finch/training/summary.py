@@ -52,7 +52,7 @@ class Summary(Hook):
         evaluate = f"finch evaluate --base {base} --tuned {own} --suite forgetting"
         for line in (
             *model,
-            *learning(steps),
+            *learning(steps, None if trainer.loss.reference is None else trainer.loss.reference.mean),
             *forgetting(lines, None if state.best is None else int(state.best["epoch"].split("_")[1])),
             *(line for hook in trainer.hooks.values() for line in hook.summary(state)),
             *trainer.loss.replay.summary(steps),
@@ -89,21 +89,29 @@ def _conflict() -> str:
     return f"; {conflict}" if conflict else ""
 
 
-def learning(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How far the loss of the training rows fell, and what to try if it did not, by the first and last tenth of the steps."""
+def learning(steps: Sequence[Mapping[str, Any]], pretrained: float | None) -> list[str]:
+    """How far the loss of the training rows fell, and what to try if it did not: of the last epoch, next to the ``pretrained`` model's mean in nats, or
+    where that is not known the first epoch's. Two batches have other rows: what they differ by says little."""
     # JSON has no NaN: a loss that was not finite, or of no token, is null.
     steps = [line for line in steps if line["loss"] is not None]
     if len(steps) < 2:
         return []
     losses = [line["loss"] for line in steps]
     lines = [f"loss {losses[0]:.4f} nats at step {steps[0]['step']}, {losses[-1]:.4f} at step {steps[-1]['step']}"]
-    few = max(1, len(losses) // 10)
-    ratio = fmean(losses[-few:]) / max(fmean(losses[:few]), 1e-12)
+    last, first = (_mean_loss(steps, epoch) for epoch in (steps[-1]["epoch"], steps[0]["epoch"]))
+    before = pretrained if pretrained is not None else first if steps[0]["epoch"] < steps[-1]["epoch"] else None
+    ratio = 0.0 if before is None else last / max(before, 1e-12)
     if ratio > 1 / _HARDLY_FELL:
         lines.append("the loss rose: halve optimizer.lr (docs/choose.md)")
     elif ratio > _HARDLY_FELL:
         lines.append("the loss hardly fell: double optimizer.lr, or train for more epochs (docs/choose.md)")
     return lines
+
+
+def _mean_loss(steps: Sequence[Mapping[str, Any]], epoch: int) -> float:
+    """Per target token."""
+    own = [line for line in steps if line["epoch"] == epoch]
+    return fmean([line["loss"] for line in own], [line["num_target_tokens"] for line in own])
 
 
 def forgetting(lines: Sequence[Mapping[str, Any]], best_epoch: int | None) -> list[str]:

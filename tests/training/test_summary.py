@@ -15,7 +15,7 @@ from finch.training.summary import Summary, forgetting, learning
 
 @pytest.fixture
 def run(tmp_path):
-    steps = [{"step": number, "loss": 1 / number, "num_target_tokens": 1000} for number in (1, 2, 3)]
+    steps = [{"step": number, "epoch": 0, "loss": 1 / number, "num_target_tokens": 1000} for number in (1, 2, 3)]
     lines = [*steps, {"step": 3, "validation_loss": 2.5}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return tmp_path
@@ -26,7 +26,7 @@ def summary_of(run, caplog, best, last="epoch_2", validation=True):
     run = SimpleNamespace(path=run, start_time=time.perf_counter() - 3725)
     hooks = {"other": Hook(), "summary": summary}
     replay, base = SimpleNamespace(summary=lambda steps: []), SimpleNamespace(folder="BASE")
-    loss = SimpleNamespace(replay=replay)
+    loss = SimpleNamespace(replay=replay, reference=None)
     trainer = {
         "parallel": parallel,
         "run": run,
@@ -156,6 +156,14 @@ def test_failure_to_draw_is_a_warning(tmp_path, monkeypatch, caplog):
     ("last", "advice"), [(1.5, []), (1.98, ["the loss hardly fell: double"]), (2.5, ["the loss rose: halve"])]
 )
 def test_loss_that_did_not_fall_comes_with_what_to_try(last, advice):
-    first, *others = learning([{"step": 1, "loss": 2.0}, {"step": 2, "loss": last}, {"step": 3, "loss": None}])
-    assert first == f"loss 2.0000 nats at step 1, {last:.4f} at step 2"
-    assert [line.split(" optimizer.lr")[0] for line in others] == advice
+    """By the same rows: those of an epoch, next to the pretrained model's or an earlier epoch's, not two batches."""
+    losses = ((0, 1.0, 1), (0, 2.2, 5), (1, last, 1), (1, None, 2))  # the first epoch's mean per token is 2
+    steps = [
+        {"step": step, "epoch": epoch, "loss": loss, "num_target_tokens": number}
+        for step, (epoch, loss, number) in enumerate(losses, start=1)
+    ]
+    for pretrained, lines in ((None, steps), (2.0, steps), (2.0, steps[1:3])):
+        first, *others = learning(lines, pretrained)
+        assert first.endswith(f", {last:.4f} at step 3")
+        assert [line.split(" optimizer.lr")[0] for line in others] == advice
+    assert len(learning([{**line, "epoch": 0} for line in steps], None)) == 1
