@@ -102,7 +102,9 @@ class TokenLoss(nn.Module):
         with self.offloading:  # only the layers' activations: logits would be too large to move
             hidden = self._hidden(self.decoder, batch, every)
         flat_labels = _at_targets(labels.flatten(), targets)
-        hidden, rest = self.decoder.norm(hidden).tensor_split([len(flat_labels)])
+        hidden = rest = self.decoder.norm(hidden)
+        if replayed is not None:  # else the backward of a part would fill a tensor of zeros
+            hidden, rest = hidden.tensor_split([len(flat_labels)])
         num_chunks = self._num_chunks(len(hidden), has_kl=any(each.is_wide for each in readouts))
         head = None if _keeps_logits(num_chunks) or weighting is None else head_of(self.decoder.output, weighting)
         if head is not None and weighting is not None:
