@@ -68,6 +68,7 @@ def test_second_signal_exits_at_once():
 TERMINAL = """
 import fcntl, os, pathlib, signal, sys, termios, time
 from finch.distributed.watchdog import Signals
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 signals = Signals()
 signals.start()
