@@ -37,6 +37,7 @@ from finch.cli.slurm import (
     split_options,
 )
 from finch.config.instantiate import did_you_mean
+from finch.config.schema import affecting
 from finch.evaluation.commands.evaluate import check_data, check_harness
 from finch.evaluation.tasks.registry import select_tasks
 from finch.study.sweep.grid import RUN, SMALL_LR, WAITING, Cell, Evaluation, Grid, cells_of, read_grid, write_cell
@@ -230,17 +231,35 @@ def compose(
                     jobs[cell.folder] = replace(jobs[cell.dependencies[0]], cell=cell)
             except UserError as error:
                 raise UserError(f"cell {cell.name}: {error}") from error
+    if names := [job.cell.name for job in jobs.values() if job.cell.adapted]:
+        logger.warning(
+            f"{len(names)} of {len(jobs)} cells have a rate above the config's eta_max, such as {names[0]}: they train with "
+            "lr_scheduler.eta_max=auto, 2.5 x optimizer.lr; a grid that names eta_max keeps its own"
+        )
     names = [job.cell.name for job in jobs.values() if not job.has_validation]
     if names:
         logger.warning(
             f"{len(names)} of {len(jobs)} cells have no validation rows, such as {names[0]}: their last epoch is evaluated, where the paper chooses an "
             "epoch by validation; set dataset_validation"
         )
+    runs = [job for job in jobs.values() if job.cell.kind == RUN]
+    trained = [{key: job.cfg[key] for key in job.cfg.keys() - affecting("place")} for job in runs]
+    for job, keys in zip(runs, trained, strict=True):
+        first = runs[trained.index(keys)].cell.name
+        if first != job.cell.name:
+            raise UserError(f"cells {first} and {job.cell.name} are the same run; leave one out of the grid")
     return list(jobs.values())
 
 
 def _compose(grid: Grid, cell: Cell, launcher: Sequence[str], is_here: bool, num_ranks: int | None) -> Job:
+    from finch.training.config_checks import check_schedule
+
     recipe, cfg = read_job(grid.config, run_words(grid, cell)[2:])
+    is_named = any(word.startswith("lr_scheduler.eta_max=") for word in run_words(grid, cell))
+    if "optimizer.lr" in cell.values and not is_named and check_schedule(cfg):
+        # Else the cell would train at the constant rate of its cap, as one of another method.
+        cell = replace(cell, adapted=("lr_scheduler.eta_max=auto",))
+        recipe, cfg = read_job(grid.config, run_words(grid, cell)[2:])
     if grid.recipe is not None and recipe != grid.recipe:
         raise UserError(f"recipe={grid.recipe} does not train its model, {recipe} does; leave recipe out of the grid")
     if cell.source is None or (cell.source / run_files.METRICS).exists():  # not before lr_replay has its log

@@ -78,12 +78,14 @@ class Cell:
         kind: ``run``, ``wise_ft`` or ``small_lr``.
         dependencies: folders of the cells that come first: WiSE-FT's tuned model; the run that lr_replay replays; the SFT cells
             that small_lr's learning rate is chosen from.
+        adapted: overrides that follow from the values, which the grid does not name.
     """
 
     values: Mapping[str, Any]
     folder: Path
     kind: str = RUN
     dependencies: tuple[Path, ...] = ()
+    adapted: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -109,7 +111,7 @@ class Cell:
         words = override_words({key: value for key, value in self.values.items() if key not in (ALPHA, LOG, LABEL)})
         if LOG in self.values:
             words.append(f"{LOG}={self.values[LOG] if self.source is None else self.source}")
-        return [*words, f"output_dir={self.folder}"]
+        return [*words, *self.adapted, f"output_dir={self.folder}"]
 
 
 def override_words(block: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -79,6 +79,11 @@ def test_sweep_trains_and_interpolates_and_skips_what_is_finished(grid, tmp_path
             (),
             "cell lr_replay_log-finch_shape-flat: lr_scheduler.shape=flat must be curve, linear or mean: ",
         ),
+        (
+            {"method": ["sft"], "log_level": ["INFO", "ERROR"]},
+            (),
+            "cells sft_log_level-INFO and sft_log_level-ERROR are the same run; leave one out of the grid",
+        ),
         ({"seed": [0]}, ("--jobs", "0"), "--jobs 0 must be at least 1"),
         ({"seed": [0]}, ("--nodes", "2"), "--nodes is not an option of finch sweep; options of sbatch need --slurm"),
         ({"seed": [0]}, ("--slurm", "overwrite=True"), "overwrite=True: a job that is requeued would start from"),
@@ -95,6 +100,19 @@ def test_mistakes_are_one_line_before_anything_starts(grid, tmp_path, capsys, ma
 def test_unknown_grid_names_the_nearest(capsys):
     assert "did you mean sweeps/qwen3_4B_clip_grad_norm?" in finch(capsys, "sweep", "qwen3_4B_clip_norm")[2]
     assert "GRID is missing" in finch(capsys, "sweep")[2]
+
+
+def test_eta_max_follows_a_rate_above_it(grid, capsys, caplog):
+    """Unless the grid names it: FINCH would train at a constant rate."""
+    for mappings, is_adapted in (
+        ({"method": ["finch", "sft"], "optimizer.lr": [1e-2]}, True),
+        ({"method": ["finch"], "optimizer.lr": [1e-2], "lr_scheduler.eta_max": [5e-3]}, False),
+        ({"method": ["finch"], "optimizer.lr": [1e-5]}, False),
+    ):
+        caplog.clear()
+        printed = finch(capsys, "sweep", grid(mappings), "--dry-run")[1]
+        assert ("lr_scheduler.eta_max=auto" in printed) == is_adapted
+        assert ("1 of 2 cells have a rate above the config's eta_max, such as finch" in caplog.text) == is_adapted
 
 
 def test_dry_run_prints_runs_and_evaluations(grid, tmp_path, base_folder, capsys):
