@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -81,6 +82,16 @@ class Run:
     task: str | None = None
     status: str | None = None
     best_epoch: int | None = None
+
+    @property
+    def num_rows(self) -> int | None:
+        """Training rows, without those that are held out; None without a checkpoint, which has their number."""
+        from finch.checkpoint.reader import list_checkpoints, read_state
+
+        for folder in list_checkpoints(self.folder):
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                return int(read_state(folder)["identity"]["number of samples"])
+        return None
 
     @property
     def label(self) -> str | None:

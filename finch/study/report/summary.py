@@ -18,7 +18,7 @@ from finch.evaluation.tasks.registry import SUITES
 from finch.study.report.content import Names, Report
 from finch.study.report.front import NUM_READINGS, RESAMPLES, Front, Pair, Point, Reading, choose_by
 from finch.study.report.measures import Comparison
-from finch.study.report.runs import base_builder
+from finch.study.report.runs import Run, base_builder
 from finch.study.report.selection import Measure
 from finch.study.report.tables import FEW_DOCUMENTS, equal_score, estimate, number
 from finch.study.sweep.grid import EVALUATED, FINISHED, SMALL_LR
@@ -267,7 +267,7 @@ def facts(comparison: Comparison, today: date) -> list[tuple[str, str]]:
     """Model, task, training rows and steps of the runs, and the report's date: (name, value)."""
     configs = [run.config for run in comparison.runs if run.config]
     models = dict.fromkeys(filter(None, map(_model, configs)))
-    rows = dict.fromkeys(filter(None, map(_training_rows, configs)))
+    rows = dict.fromkeys(filter(None, map(_training_rows, comparison.runs)))
     steps = sorted({run.steps[-1]["step"] for run in comparison.runs if run.steps})
     new = comparison.new
     found = {
@@ -288,17 +288,14 @@ def _model(config: Mapping[str, Any]) -> str:
     return ", ".join(str(one) for one in (builder if builder != "auto" else "", path) if one)
 
 
-def _training_rows(config: Mapping[str, Any]) -> str:
-    """The lines of the file, where it is still there, else its name."""
-    dataset = config.get("dataset")
+def _training_rows(run: Run) -> str:
+    """The file, and how many of its rows were trained, where the run's state is still there."""
+    dataset = run.config.get("dataset")
     file = dataset.get("data_files") if isinstance(dataset, Mapping) else None
     if not isinstance(file, str):
         return ""
-    path = Path(file)
-    if path.suffix != ".jsonl" or not path.is_file():
-        return path.name
-    with path.open("rb") as lines:
-        return f"{sum(bool(line.strip()) for line in lines):,} of {path.name}"
+    number = run.num_rows
+    return Path(file).name if number is None else f"{number:,} of {Path(file).name}"
 
 
 def provenance(comparison: Comparison) -> dict[str, Sequence[str]]:

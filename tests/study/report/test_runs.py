@@ -28,6 +28,18 @@ def test_values_are_a_cell_over_its_config(tmp_path):
     assert (read.method, read.learning_rate, read.task, read.status) == ("small_lr", 3e-5, "science", "running")
 
 
+def test_rows_are_those_that_were_trained(tmp_path):
+    """Not the lines of the file, of which some are held out."""
+    run = make_run(tmp_path / "a", "sft", 1e-5, base=None)
+    assert read_runs([run])[0].num_rows is None
+    (run / "checkpoints" / "step_3").mkdir(parents=True)
+    (run / "checkpoints" / "step_3" / "manifest.json").write_text("{}")
+    (run / "checkpoints" / "step_3" / "state.json").write_text('{"identity": {"number of samples": 54}}')
+    assert read_runs([run])[0].num_rows == 54
+    (run / "checkpoints" / "step_3" / "state.json").write_text("{}")
+    assert read_runs([run])[0].num_rows is None
+
+
 def test_gradient_accumulation_is_part_of_the_batch(tmp_path):
     run = make_run(tmp_path / "a", "sft", 1e-5, base=None, config={"gradient_accumulation_steps": 4})
     assert read_runs([run])[0].values["batch_size"] == 64
