@@ -13,7 +13,7 @@ from finch.checkpoint.reader import list_checkpoints
 
 TIMING = "tokens_per_second_per_gpu"  # differs between any two runs
 IGNORED = (run_files.LOCK, run_files.REQUEUE)  # they say how a run was started and ended
-_CHANGING = (run_files.CONFIG,)  # says how it was started last
+_CHANGING = (run_files.CONFIG, run_files.STATUS)  # how it was started last, and when it has said so
 
 
 def differences(folder: Path, reference: Path) -> list[str]:

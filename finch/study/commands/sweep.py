@@ -310,7 +310,7 @@ def _submit_sweep(grid: Grid, options: Sequence[str], words: Sequence[str], args
     }
     first = [job for job in left.values() if job.cell.source not in left]
     second = [job for job in left.values() if job.cell.source in left]
-    earlier = sorted(set(queued.values()))
+    earlier = sorted(set(queued.values()), key=lambda number: (len(number), number))  # 9 before 10
     trained_earlier = sorted({job for name, job in queued.items() if name != _EVALUATION})
     ids: list[str] = []
     for group in filter(None, (first, second)):

@@ -90,6 +90,7 @@ class LocalSweep:
         previous = {number: signal.signal(number, _raise_stopped) for number in numbers}
         try:
             for state in self._states.values():
+                remove(state.job.cell.status)  # of a sweep that was killed
                 self._poll_run(state)
             while self._step():
                 time.sleep(_POLL_S)
