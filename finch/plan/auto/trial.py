@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -60,12 +61,14 @@ class Trial:
     def _known(self, candidates: Sequence[Keys]) -> str:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finch" / "auto"
         file = folder / f"{self._fingerprint(candidates)}.json"
-        if not file.exists():
-            answer = json.dumps(self._try(candidates))
+        if file.exists():
+            return file.read_text(encoding="utf-8")
+        answer = json.dumps(self._try(candidates))
+        with contextlib.suppress(OSError):  # a later start tries them again
             folder.mkdir(parents=True, exist_ok=True)
             with atomic_file(file, is_shared=True) as partial:
                 partial.write_text(answer, encoding="utf-8")
-        return file.read_text(encoding="utf-8")
+        return answer
 
     def _try(self, candidates: Sequence[Keys]) -> tuple[int, str]:
         """The number of the candidate, and the line."""
