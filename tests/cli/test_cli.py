@@ -139,7 +139,7 @@ REQUIRES = [
 
 
 def test_doctor_names_problems_and_their_fixes(doctor_says, monkeypatch):
-    versions = {"torchao": "0.17.0", "datasets": None}
+    versions = {"torchao": "0.17.0", "datasets": None, "wandb": None}
     installed = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, installed(name)))
     extras = mock.Mock(get_all=lambda _: ["torchtune", "wandb", "all", "dev"])
