@@ -103,7 +103,7 @@ class TokenLoss(nn.Module):
             hidden = self._hidden(self.decoder, batch, every)
         flat_labels = _at_targets(labels.flatten(), targets)
         hidden = rest = self.decoder.norm(hidden)
-        if replayed is not None:  # else the backward of a part would fill a tensor of zeros
+        if "replay_targets" in batch:  # else the backward of a part would fill a tensor of zeros
             hidden, rest = hidden.tensor_split([len(flat_labels)])
         num_chunks = self._num_chunks(len(hidden), has_kl=any(each.is_wide for each in readouts))
         head = None if _keeps_logits(num_chunks) or weighting is None else head_of(self.decoder.output, weighting)

@@ -89,6 +89,14 @@ def test_chunks_keep_no_logits(kind):
         assert bool(kept) == (num_chunks == 1)
 
 
+def test_replayed_rows_leave_the_task_s_losses_as_they_are():
+    """Also in a pass that reads nothing of them, such as the one that TALR's exact median takes."""
+    model, batch = TokenLoss(llama2(**llama_args()), 4), targets_of_a_batch()
+    replayed = torch.randint(0, 64, (2, 19))
+    both = {**batch, "tokens": torch.cat([batch["tokens"], replayed]), "replay_targets": torch.tensor([60, 80])}
+    torch.testing.assert_close(model(both)["loss"], model(batch)["loss"], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("num_chunks", [1, 4])
 def test_token_loss_returns_top_logits(num_chunks):
     decoder = llama2(**llama_args())
