@@ -1,7 +1,8 @@
 """How far a program is, as JSON for other programs and for people: RUN/status.json of a run, and FINCH_STATUS_FILE of any command.
 
 Its fields are ``phase``, ``done`` and ``total`` of it (steps of a run, requests of an evaluation), ``seconds_left``, ``error`` (the line
-of a mistake, or null), ``stopped_by``, the hook that has ended a run before its end, ``is_finished``, ``is_requeued`` (to be started again), and ``time``, of the writing, in seconds since 1970.
+of a mistake, or null), ``stopped_by``, the hook that has ended a run before its end, ``is_finished``, ``is_requeued`` (to be started again),
+and ``time``, of the writing, in seconds since 1970.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+
+from finch.base.files import read_bytes
 
 STATUS_FILE = "FINCH_STATUS_FILE"
 _INTERVAL_S = 2.0  # on a network's file system each writing takes milliseconds
@@ -58,8 +61,8 @@ def report(*, now: bool = False, **fields: Any) -> None:
 
 def read(file: Path) -> dict[str, Any]:
     """The status in a file; that of a program that has not begun where there is none, or none that can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(file.read_text(encoding="utf-8"))
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads(read_bytes(file))
         if isinstance(found, dict):
             return {**_NEW, **found}
     return dict(_NEW)

@@ -130,9 +130,8 @@ class LoadedModel:
             if model.way != "padded":
                 accept_padding_free(each, model.way)
             if parallel.tensor_mesh is not None and self._plan is not None:
-                apply_plan(
-                    each, self._plan, parallel.tensor_mesh
-                )  # before layers are wrapped: a plan matches module names
+                # Before layers are wrapped: a plan matches module names.
+                apply_plan(each, self._plan, parallel.tensor_mesh)
             if not cfg.compile:  # inductor fuses both, and has no complex products
                 use_complex_product(each)
                 use_fused_norm(each)

@@ -250,8 +250,8 @@ class _Batch:
         """Keeps keys and values inside, where the model's attention can do so."""
         # A cache takes a mask of all keys; Gemma 2's windows do not.
         layers: list[Any] = [layer.attn for layer in model.decoder.layers]
-        self._is_cached = all(type(layer).forward in CALLS_ATTENTION for layer in layers)
-        self._is_cached &= parallel.tensor_mesh is None
+        is_plain = all(type(layer).forward in CALLS_ATTENTION for layer in layers)
+        self._is_cached = is_plain and parallel.tensor_mesh is None
         if not self._is_cached:
             return contextlib.nullcontext()
         stack = contextlib.ExitStack()

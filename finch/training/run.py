@@ -196,7 +196,8 @@ class Run:
                 (self.path / run_files.REQUEUE).touch()
 
     def interrupt(self, stop: Stop, step: int, *, is_saved: bool) -> bool:
-        """Says how a run that has ended after ``step`` goes on, and marks it where who started it should see to that. Returns whether it is not."""
+        """Says how a run that has ended after ``step`` goes on, and marks one that whoever started it should start again; returns whether it has
+        no such mark, as after Ctrl-C."""
         if stop.is_requeued:
             self.mark_requeue()
         last = f"step {step}" if is_saved else "the last checkpoint"

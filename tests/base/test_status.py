@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -59,6 +60,8 @@ def test_nothing_depends_on_the_file(tmp_path):
     (tmp_path / "status.json").write_text("{")
     assert status.read(tmp_path / "status.json")["total"] is None
     status.follow(tmp_path / "no folder" / "status.json")
+    os.mkfifo(tmp_path / "pipe")  # it would keep its reader waiting
+    assert status.read(tmp_path / "pipe")["total"] is None
 
 
 def test_unexpected_error_is_named(tmp_path):
