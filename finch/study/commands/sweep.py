@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from finch.base import run_files
 from finch.base.errors import UsageError, UserError
@@ -37,7 +38,6 @@ from finch.cli.slurm import (
     split_options,
 )
 from finch.config.instantiate import did_you_mean
-from finch.config.schema import affecting
 from finch.evaluation.commands.evaluate import check_data, check_harness
 from finch.evaluation.tasks.registry import select_tasks
 from finch.study.sweep.grid import RUN, SMALL_LR, WAITING, Cell, Evaluation, Grid, cells_of, read_grid, write_cell
@@ -221,6 +221,10 @@ def compose(
     Raises:
         UserError: the first wrong cell, and what is wrong.
     """
+    from omegaconf import OmegaConf
+
+    from finch.config.schema import affecting
+
     jobs: dict[Path, Job] = {}
     with only_errors_logged():
         for cell in cells:
@@ -242,8 +246,10 @@ def compose(
             f"{len(names)} of {len(jobs)} cells have no validation rows, such as {names[0]}: their last epoch is evaluated, where the paper chooses an "
             "epoch by validation; set dataset_validation"
         )
-    runs = [job for job in jobs.values() if job.cell.kind == RUN]
-    trained = [{key: job.cfg[key] for key in job.cfg.keys() - affecting("place")} for job in runs]
+    runs, left_out = [job for job in jobs.values() if job.cell.kind == RUN], affecting("place")
+    # Plain containers: to compare omegaconf's takes milliseconds each.
+    configs: list[Any] = [OmegaConf.to_container(job.cfg, resolve=True) for job in runs]
+    trained = [{key: value for key, value in config.items() if key not in left_out} for config in configs]
     for job, keys in zip(runs, trained, strict=True):
         first = runs[trained.index(keys)].cell.name
         if first != job.cell.name:
