@@ -97,8 +97,7 @@ def _detect(table: Table, source: str, column_map: Mapping[str, str]) -> RowForm
     unknown: str | None = None
     names: dict[str, None] = {}
     for rows in table.parts:
-        for number in range(1, len(rows) + 1):
-            row = rows[number - 1]
+        for number, row in enumerate(rows, start=1):
             names.update(dict.fromkeys(row))
             if first is None:
                 first = format_of_map(column_map) if column_map else format_of(row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,9 @@ class Rows(Dataset[Any]):
         self.tokenized = tokenized_rows(self._batches, len(self), content, title)
 
     def _batches(self, size: int) -> Iterator[list[TokenizedRow]]:
-        for start in range(0, len(self), size):
-            yield self._tokenize_batch([self._data[index] for index in range(start, min(start + size, len(self)))])
+        rows = iter(self._data)
+        while batch := list(itertools.islice(rows, size)):
+            yield self._tokenize_batch(batch)
 
     def _tokenize_batch(self, rows: Sequence[Mapping[str, Any]]) -> list[TokenizedRow]:
         *before, last = self._transforms

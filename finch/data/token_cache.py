@@ -56,7 +56,9 @@ class TokenizedRows:
     """
 
     def __init__(self, table: pa.Table) -> None:
-        self._tokens, self._targets, self._errors, self._unused, self._empty = map(table.column, _SCHEMA.names)
+        self._tokens, self._targets, errors, self._unused, self._empty = map(table.column, _SCHEMA.names)
+        bad = pa.compute.indices_nonzero(errors.is_valid()).to_pylist()
+        self._errors: dict[int, str] = {index: errors[index].as_py() for index in bad}
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         """``tokens`` and ``labels``. Raises UserError for a row that cannot be used."""
@@ -75,8 +77,7 @@ class TokenizedRows:
 
     def error(self, index: int) -> str | None:
         """Why a row cannot be used."""
-        reason: str | None = self._errors[index].as_py()
-        return reason
+        return self._errors.get(index)
 
     def is_empty(self, index: int) -> bool:
         return bool(self._empty[index].as_py())
@@ -110,17 +111,22 @@ def _record_batches(
     progress.set_title(f"{title}: tokenized")
     for rows in batches(BATCH_ROWS):
         columns = [
-            [row.tokens for row in rows],
-            [_runs(row.labels) for row in rows],
+            _lists([row.tokens for row in rows]),
+            _lists([_runs(row.labels) for row in rows]),
             [None if row.error is None else _encodable(row.error) for row in rows],
             [list(map(_encodable, row.unused)) for row in rows],
             [row.is_empty for row in rows],
         ]
-        arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
-        yield pa.record_batch(arrays, schema=_SCHEMA)
+        yield pa.record_batch(columns, schema=_SCHEMA)
         progress.advance(len(rows))
         watchdog.heartbeat()
     progress.close()
+
+
+def _lists(rows: Sequence[Sequence[int] | npt.NDArray[np.integer[Any]]]) -> pa.ListArray:
+    """Lists of integers; pyarrow would convert them one by one."""
+    ends = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+    return pa.ListArray.from_arrays(ends, np.concatenate(rows, dtype=np.int32, casting="unsafe"))
 
 
 def _encodable(text: str) -> str:

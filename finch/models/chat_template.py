@@ -63,6 +63,8 @@ class ChatTemplate:
         try_template(source, self._variables, folder)
         try:
             self._template = chat_environment.environment(lambda form: self.today.strftime(form)).from_string(source)
+            # Jinja's own is a ChainMap, slow to copy, and each rendering copies it.
+            self._template.globals = dict(self._template.globals)
         except RENDER_ERRORS as error:
             raise UserError(f"tokenizer: the chat template of {folder} cannot be read ({error}); fix it") from error
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from helpers.tokenizers import HYBRID_TEMPLATE
 
@@ -16,15 +15,11 @@ class Family:
         template: Jinja source.
         tokens: special tokens; the first three are BOS (empty: none), EOS and the one that closes an answer.
         is_sentencepiece: whether spaces are part of the following token, as in Llama 2; else a byte-level BPE.
-        has_system: whether the template accepts a system turn.
-        variables: for transformers' ``apply_chat_template``.
     """
 
     template: str
     tokens: tuple[str, ...]
     is_sentencepiece: bool = False
-    has_system: bool = True
-    variables: dict[str, Any] = field(default_factory=dict)
 
 
 _CHATML = """\
@@ -55,14 +50,6 @@ _MISTRAL = """\
 {%- if m.role == 'user' %}{{ '[INST] ' ~ m.content ~ '[/INST]' }}{% else %}{{ ' ' ~ m.content ~ eos_token }}{% endif %}
 {%- endfor %}"""
 
-_GEMMA = """\
-{{- bos_token }}
-{%- for m in messages %}
-{%- if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}
-{{- '<start_of_turn>' ~ ('model' if m.role == 'assistant' else m.role) ~ '\\n' ~ m.content | trim ~ '<end_of_turn>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
-
 _PHI3 = """\
 {{- bos_token }}
 {%- for m in messages %}{{ '<|' ~ m.role ~ '|>\\n' ~ m.content ~ '<|end|>\\n' }}{% endfor %}
@@ -73,16 +60,9 @@ _THINK = ("<think>", "</think>")
 CHAT_FAMILIES = {
     "llama2": Family(_LLAMA2, ("<s>", "</s>", "</s>"), is_sentencepiece=True),
     "llama3": Family(_LLAMA3, ("<|bos|>", "<|eos|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")),
-    "mistral": Family(_MISTRAL, ("<s>", "</s>", "</s>", "[INST]", "[/INST]"), is_sentencepiece=True, has_system=False),
+    "mistral": Family(_MISTRAL, ("<s>", "</s>", "</s>", "[INST]", "[/INST]"), is_sentencepiece=True),
     "qwen2": Family(_CHATML, ("", "<|im_end|>", "<|im_end|>", "<|endoftext|>", *_IM)),
-    "qwen3": Family(
-        HYBRID_TEMPLATE,
-        ("", "<|im_end|>", "<|im_end|>", "<|endoftext|>", *_IM, *_THINK),
-        variables={"enable_thinking": False},
-    ),
-    "gemma": Family(
-        _GEMMA, ("<bos>", "<eos>", "<end_of_turn>", "<start_of_turn>"), is_sentencepiece=True, has_system=False
-    ),
+    "qwen3": Family(HYBRID_TEMPLATE, ("", "<|im_end|>", "<|im_end|>", "<|endoftext|>", *_IM, *_THINK)),
     "phi3": Family(
         _PHI3, ("<s>", "<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"), is_sentencepiece=True
     ),
