@@ -179,7 +179,7 @@ class Probe(Keys):
     source: str | None = None
     """a hub name, or json, csv or parquet; null: by the extension of data_files"""
     data_files: str | list[Any] | None = None
-    """local path, pattern, or a list of them; null: of kind self 64 everyday prompts that finch has"""
+    """local path, pattern, or a list of them; null: of kind self finch's own prompts, of twelve skills in turn"""
     name: str | None = None
     """the hub's configuration"""
     split: str = "train"
@@ -188,8 +188,10 @@ class Probe(Keys):
     """format of text, chat and question-answer rows, as in finch.data.rows.rows_dataset"""
     column_map: dict[str, Any] | None = None
     """from the format's fields to the columns"""
-    rows: PositiveInt = 32
-    """how many rows of the split are used, from the first"""
+    rows: PositiveInt | None = None
+    """how many rows of the split are used, from the first; null: 32, of finch's own prompts 96"""
+    group_by: str | None = None
+    """a field of the rows whose values are groups: metrics are by group too, such as kl/code; null: skill, where the rows have it"""
     every_n_steps: PositiveInt | None = None
     """null: probes_every_n_steps"""
     task: bool = False
@@ -203,8 +205,8 @@ class Probe(Keys):
 class Budget(Keys):
     probe: str
     """name of the probe"""
-    metric: Literal["loss", "kl"] = "loss"
-    """loss: its increase since step 0; kl: the KL, of a probe of kind self"""
+    metric: Literal["loss", "kl"] | Annotated[str, _text("kl/GROUP", "^kl/[^/]+$")] = "loss"
+    """loss: its increase since step 0; kl: the KL, of a probe of kind self, or of one group of its rows"""
     max_increase: PositiveNumber
     """largest value inside the budget, in nats per token"""
     action: Literal["stop", "note"] = "note"
@@ -215,7 +217,7 @@ class Budget(Keys):
     @property
     def key(self) -> str:
         """The metric that must not exceed ``max_increase``. The KL is 0 at step 0: it is its own change."""
-        return f"probe/{self.probe}/" + ("kl" if self.metric == "kl" else f"{self.metric}_change")
+        return f"probe/{self.probe}/" + (self.metric if self.metric != "loss" else "loss_change")
 
 
 class Forgetting(Keys):
@@ -229,8 +231,8 @@ class Forgetting(Keys):
         Annotated[
             str,
             _text(
-                "validation_loss, validation/NAME/loss, probe/NAME/loss, probe/NAME/accuracy, probe/NAME/kl",
-                "^(validation_loss|validation/[^/]+/loss|probe/[^/]+/(loss|accuracy|kl))$",
+                "validation_loss, validation/NAME/loss, probe/NAME/loss, probe/NAME/accuracy, probe/NAME/kl, probe/NAME/kl/GROUP",
+                "^(validation_loss|validation/[^/]+/loss|probe/[^/]+/(loss|accuracy|kl)(/[^/]+)?)$",
             ),
         ]
         | None

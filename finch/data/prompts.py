@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +54,6 @@ def load_rows(
     if not len(table):
         raise UserError("dataset is empty: the split has no rows; give another file or split")
     return [table[index] for index in range(min(number, len(table)))]
-
-
-def everyday_prompts(number: int) -> list[dict[str, Any]]:
-    """The first ``number`` of 64 prompts of many kinds, for probes that name no rows."""
-    return _lines((resources.files(__package__) / "everyday_prompts.txt").read_text(encoding="utf-8"))[:number]
 
 
 def _lines(text: str) -> list[dict[str, Any]]:

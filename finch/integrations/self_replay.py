@@ -23,6 +23,8 @@ from finch.objectives.replay import step_rows as step_rows
 
 BATCH_ROWS = 32
 """Prompts that are continued at a time."""
+_MEASURED_ROWS = 8
+"""Answers in a batch whose logits are kept: few, since a vocabulary is large."""
 _NEUTRAL = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0, "num_beams": 1}
 """Of what ``generate`` takes from the folder's generation_config.json where a call leaves it open: Qwen2.5's has a penalty."""
 _running: list[nn.Module] = []
@@ -63,9 +65,8 @@ def own_answers(
     """
     answers: list[Answer] = []
     draws = uniform_draws(len(prompts), max_new_tokens, stream)
-    was_training, device = model.training, next(model.parameters()).device
-    model.eval()
-    with torch.no_grad(), _replaying(model):
+    device = next(model.parameters()).device
+    with _evaluating(model), _replaying(model):
         for start in range(0, len(prompts), BATCH_ROWS):
             rows = [list(prompt) for prompt in prompts[start : start + BATCH_ROWS]]
             found = _continue(model, rows, draws[start : start + BATCH_ROWS].to(device), temperature, stop_tokens)
@@ -74,7 +75,6 @@ def own_answers(
                 logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]
                 log_probs, top = top_log_probs(logits, min(top_k, logits.shape[-1]))
                 answers.append(Answer(tokens[0].cpu(), log_probs.cpu(), top.cpu()))
-    model.train(was_training)
     return answers
 
 
@@ -85,6 +85,41 @@ def replay_kl(model: Any, answers: Sequence[Answer]) -> torch.Tensor:
 
 def replay_kl_sum(model: Any, answers: Sequence[Answer]) -> torch.Tensor:
     """As :func:`replay_kl`, the sum."""
+    return coarse_token_kl(torch.cat(_logits(model, answers)), *_references(model, answers)).sum()
+
+
+def measured(model: Any, answers: Sequence[Answer], top_k: int) -> list[Answer]:
+    """Answers with the model's distributions as :func:`answer_kl` computes them, so that it is 0 until the model changes."""
+    found: list[Answer] = []
+    with _evaluating(model):
+        for batch in _batches(answers):
+            for answer, logits in zip(batch, _logits(model, batch), strict=True):
+                log_probs, top = top_log_probs(logits, min(top_k, logits.shape[-1]))
+                found.append(Answer(answer.tokens, log_probs.cpu(), top.cpu()))
+    return found
+
+
+def answer_kl(model: Any, answers: Sequence[Answer]) -> torch.Tensor:
+    """[answers] KL(pretrained || model) in evaluation mode, each the sum over an answer's tokens, in nats."""
+    sums: list[torch.Tensor] = []
+    with _evaluating(model):
+        for batch in _batches(answers):
+            kl = coarse_token_kl(torch.cat(_logits(model, batch)), *_references(model, batch))
+            sums += [each.sum() for each in kl.split([len(answer.top) for answer in batch])]
+    return torch.stack(sums)
+
+
+def _batches(answers: Sequence[Answer]) -> Iterator[Sequence[Answer]]:
+    return (answers[start : start + _MEASURED_ROWS] for start in range(0, len(answers), _MEASURED_ROWS))
+
+
+def _references(model: Any, answers: Sequence[Answer]) -> list[torch.Tensor]:
+    device = next(model.parameters()).device
+    return [torch.cat([getattr(answer, name) for answer in answers]).to(device) for name in ("log_probs", "top")]
+
+
+def _logits(model: Any, answers: Sequence[Answer]) -> list[torch.Tensor]:
+    """[answer, vocabulary] of each: the logits that its tokens are predicted from, of one padded batch."""
     device = next(model.parameters()).device
     longest = max(len(answer.tokens) for answer in answers)
     tokens = torch.zeros(len(answers), longest, dtype=torch.int64)
@@ -93,19 +128,26 @@ def replay_kl_sum(model: Any, answers: Sequence[Answer]) -> torch.Tensor:
     mask = torch.arange(longest) < torch.tensor([[len(answer.tokens)] for answer in answers])
     with _replaying(model):
         logits = model(input_ids=tokens.to(device), attention_mask=mask.long().to(device)).logits
-    own = [
+    return [
         row[len(answer.tokens) - len(answer.top) - 1 : len(answer.tokens) - 1]
         for row, answer in zip(logits, answers, strict=True)
     ]
-    log_probs, top = (
-        torch.cat([getattr(answer, name) for answer in answers]).to(device) for name in ("log_probs", "top")
-    )
-    return coarse_token_kl(torch.cat(own), log_probs, top).sum()
 
 
 def is_replaying(model: nn.Module) -> bool:
     """Whether this forward pass is one of self-replay's: not the task's loss."""
     return any(each is model for each in _running)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ from finch.base.errors import UserError
 from finch.base.extras import require_extras
 from finch.base.files import atomic_file, write_text
 from finch.base.log import logger
+from finch.data.skills import skill_rows
 from finch.integrations.objective_loss import LossReader, ObjectiveLoss
-from finch.integrations.self_replay import Answer, is_replaying, own_answers, replay_kl_sum
+from finch.integrations.self_replay import Answer, answer_kl, is_replaying, measured, own_answers, replay_kl_sum
 from finch.integrations.step_loss import MeanLoss
+from finch.objectives.divergence import describe, divergence
 from finch.objectives.replay import around_content, end_turn, rows_in_step, step_rows
 from finch.optim.finch_lr import ETA_MAX, FinchLR
 
@@ -33,15 +35,18 @@ require_extras("finch.integrations.transformers", "hf")
 from accelerate.utils import send_to_device
 from safetensors.torch import load_file, save
 from torch.distributed.fsdp import FSDPModule
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 STATE_FILE = "finch_state.json"
 """FINCH's state in each of the Trainer's checkpoint folders."""
 
 ANSWERS_FILE = "self_replay.safetensors"
 """The pretrained model's own answers, in the Trainer's output_dir."""
+MEASURED_FILE = "forgetting.safetensors"
+"""Those that ForgettingCallback measures."""
 
 _LABELS = "finch_labels"
+_NUM_MEASURED = 96  # eight of each skill
 _TOLERANCE = 1e-2  # relative, of the Trainer's loss against the mean over target tokens: 4.57 rounds what it logs
 _hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
@@ -330,7 +335,7 @@ class SelfReplay(TrainerCallback):
                 raise ValueError(f"{name}={value} must be finite and at least {least}")
         self._prompts: Any = prompts
         if isinstance(prompts, (str, os.PathLike)) and prompts != "self":
-            self._prompts = _prompts_of(Path(prompts), rows)
+            self._prompts = [text for text, _ in _prompts_of(Path(prompts), rows)]
         self._num_rows, self._share, self._strength, self._seed = rows, share, strength, seed
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
         self._shares: list[list[Answer]] = []
@@ -408,8 +413,7 @@ class SelfReplay(TrainerCallback):
             self._hook = None
 
     def _generate(self, model: Any, tokenizer: Any) -> list[Answer]:
-        stops = getattr(getattr(model, "generation_config", None), "eos_token_id", None) or tokenizer.eos_token_id
-        stops = [stops] if isinstance(stops, int) else list(stops or [])
+        stops = _stop_tokens(model, tokenizer)
         before, after = around_user_turn(tokenizer)
         if self._prompts != "self":
             return own_answers(
@@ -440,6 +444,136 @@ class SelfReplay(TrainerCallback):
                 if isinstance(value, torch.Tensor) and value.requires_grad:
                     output[name] = _WithTerm.apply(value, term, is_done)
         return output
+
+
+class ForgettingCallback(TrainerCallback):
+    """Measures what a model forgets while it is tuned: the KL divergence from the pretrained model on that model's own answers, by skill.
+
+        trainer = SFTTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer)
+        trainer.add_callback(ForgettingCallback(trainer, every_n_steps=50, budget=0.2))
+
+    Before the first step the model answers prompts, greedily. There, after every n steps and at the end ``forgetting/kl``, in nats per token, its
+    95% interval and ``forgetting/kl/SKILL`` are in the Trainer's log, where W&B, TensorBoard and trackio find them. The same as the recipe's
+    probe of kind self. The answers are in ``forgetting.safetensors`` in ``output_dir``, for a run that is resumed. Every rank measures all
+    of them: one process, DDP and FSDP2.
+
+    Args:
+        trainer: whose log is written.
+        prompts: a list of texts, or the path of a file of them, whose field ``skill`` groups them; None: finch's own rows of twelve skills.
+        rows: how many; None: 96.
+        every_n_steps: None: ten times in a run.
+        max_new_tokens, top_k: see ``finch keys probes``.
+        budget: the largest KL; None: none.
+        action: at a larger one: ``"note"``, a warning, or ``"stop"``, which ends the run after that step.
+
+    Attributes:
+        metrics: what was measured last, the intervals of all skills included; see :func:`finch.objectives.divergence.divergence`.
+
+    Raises:
+        ValueError: an argument is out of range.
+        UserError: a file of prompts that cannot be read. From ``train``: no tokenizer, DeepSpeed, a resumed run without its answers.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        prompts: Sequence[str] | str | os.PathLike[str] | None = None,
+        rows: int | None = None,
+        every_n_steps: int | None = None,
+        max_new_tokens: int = 64,
+        top_k: int = 512,
+        budget: float | None = None,
+        action: str = "note",
+    ) -> None:
+        if action not in ("note", "stop"):
+            raise ValueError(f"action={action!r} must be 'note' or 'stop'")
+        for name, value in (("rows", rows), ("every_n_steps", every_n_steps), ("budget", budget)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value} must be above 0")
+        number = rows or _NUM_MEASURED
+        if prompts is None:
+            found: list[tuple[Any, Any]] = [
+                (row.get("messages") or row["question"], row["skill"]) for row in skill_rows(number)
+            ]
+        elif isinstance(prompts, (str, os.PathLike)):
+            found = [(text, row.get("skill")) for text, row in _prompts_of(Path(prompts), number)]
+        else:
+            found = [(text, None) for text in prompts[:number]]
+        self._prompts = [text for text, _ in found]
+        self._groups = [str(skill) for _, skill in found] if any(skill is not None for _, skill in found) else []
+        self._trainer, self._every_n_steps, self._budget, self._action = trainer, every_n_steps, budget, action
+        self._max_new_tokens, self._top_k = max_new_tokens, top_k
+        self.metrics: dict[str, float] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        model, tokenizer = kwargs["model"], kwargs.get("processing_class")
+        if tokenizer is None:
+            raise UserError("ForgettingCallback needs the tokenizer: Trainer(processing_class=tokenizer)")
+        if getattr(args, "deepspeed_plugin", None) is not None:
+            raise UserError(
+                "ForgettingCallback runs the model by itself, which DeepSpeed does not allow; use DDP or FSDP2"
+            )
+        file, prompts = (
+            Path(args.output_dir or "") / MEASURED_FILE,
+            [_prompt(tokenizer, each) for each in self._prompts],
+        )
+        if state.global_step > 0:
+            if not file.is_file():
+                raise UserError(
+                    f"{file} is missing: the answers of the pretrained model, which this resumed run no longer has; start a new run"
+                )
+            self._answers = read_answers(file)
+            if [answer.tokens[: -len(answer.top)].tolist() for answer in self._answers] != prompts:
+                raise UserError(f"{file} has the answers to other prompts; resume with the same prompts and rows")
+        else:
+            stops = _stop_tokens(model, tokenizer)
+            options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "temperature": 0.0, "top_k": 1}
+            self._answers = measured(model, own_answers(model, prompts, stop_tokens=stops, **options), self._top_k)
+            if state.is_world_process_zero:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                save_answers(self._answers, file)
+        self._interval = self._every_n_steps or math.ceil(state.max_steps / 10)
+        return self._measure(model, state, control)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        is_due = state.global_step % self._interval == 0 or state.global_step == state.max_steps
+        return self._measure(kwargs["model"], state, control) if is_due else control
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._step != state.global_step:
+            self._measure(kwargs["model"], state, control)
+        interval = f" [{self.metrics['kl_low']:.4f}, {self.metrics['kl_high']:.4f}]" if "kl_low" in self.metrics else ""
+        moved = describe(self.metrics)
+        logger.info(f"forgetting: KL {self.metrics['kl']:.4f}{interval} nats per token{moved and f'; {moved}'}")
+
+    def _measure(self, model: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+        self._step = state.global_step
+        counts = [len(answer.top) for answer in self._answers]
+        self.metrics = divergence(answer_kl(model, self._answers), counts, self._groups)
+        shown = {
+            f"forgetting/{key}": value
+            for key, value in self.metrics.items()
+            if not key.startswith(("kl_low/", "kl_high/"))
+        }
+        # The Trainer's own log, since TRL's would empty its running means into it; and it takes the step's own line as logged.
+        should_log = control.should_log
+        Trainer.log(self._trainer, shown)
+        control.should_log = should_log
+        if self._budget is not None and self.metrics["kl"] > self._budget:
+            stops = self._action == "stop"
+            end = "; the run ends" if stops else ""
+            logger.warning(
+                f"forgetting: KL {self.metrics['kl']:.4f} at step {self._step} is above budget={self._budget:g}{end}"
+            )
+            control.should_training_stop = control.should_training_stop or stops
+        return control
 
 
 class _WithTerm(torch.autograd.Function):
@@ -514,9 +648,14 @@ def around_user_turn(tokenizer: Any) -> tuple[list[int], list[int] | None]:
     return [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id], None
 
 
-def _prompts_of(file: Path, number: int) -> list[str]:
-    """The first texts of a file; raises UserError where there are none."""
-    require_extras("SelfReplay with a file of prompts", "torchtune")
+def _stop_tokens(model: Any, tokenizer: Any) -> list[int]:
+    stops = getattr(getattr(model, "generation_config", None), "eos_token_id", None) or tokenizer.eos_token_id
+    return [stops] if isinstance(stops, int) else list(stops or [])
+
+
+def _prompts_of(file: Path, number: int) -> list[tuple[str, Mapping[str, Any]]]:
+    """The first texts of a file and their rows; raises UserError where there are none."""
+    require_extras("A file of prompts", "torchtune")
     from finch.data.prompts import PROMPT_COLUMNS, load_rows
 
     try:
@@ -527,14 +666,14 @@ def _prompts_of(file: Path, number: int) -> list[str]:
     if [] in texts:
         row = texts.index([]) + 1
         raise UserError(f"prompts={file}: row {row} has none of the fields {', '.join(PROMPT_COLUMNS)}; give it one")
-    return [first for first, *_ in texts]
+    return [(first, row) for (first, *_), row in zip(texts, rows, strict=True)]
 
 
-def _prompt(tokenizer: Any, text: str) -> list[int]:
-    """A user's turn up to where the answer begins; without a template the text."""
+def _prompt(tokenizer: Any, content: str | list[dict[str, str]]) -> list[int]:
+    """A user's turn, or a conversation that ends with one, up to where the answer begins; without a template the texts."""
+    turns = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if not getattr(tokenizer, "chat_template", None):
-        return list(tokenizer(text)["input_ids"])
-    turns = [{"role": "user", "content": text}]
+        return list(tokenizer("\n".join(turn["content"] for turn in turns))["input_ids"])
     text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 

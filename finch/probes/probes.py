@@ -71,9 +71,9 @@ def check_probes(cfg: DictConfig) -> None:
     if budget is not None:
         if budget.probe not in probes:
             raise UserError(f"forgetting_budget.probe={budget.probe}: {_no_probe(budget.probe, probes)}")
-        if budget.metric == "kl" and probes[budget.probe].kind != KIND_WITH["kl"]:
+        if budget.metric != "loss" and probes[budget.probe].kind != KIND_WITH["kl"]:
             raise UserError(
-                f"forgetting_budget.metric=kl needs a probe of kind self, and probes.{budget.probe}.kind={probes[budget.probe].kind}; set metric=loss"
+                f"forgetting_budget.metric={budget.metric} needs a probe of kind self, and probes.{budget.probe}.kind={probes[budget.probe].kind}; set metric=loss"
             )
     if cfg.probes_every_n_steps is not None and not probes:
         raise UserError(f"probes_every_n_steps={cfg.probes_every_n_steps} needs probes; there are none: set it to null")
@@ -87,7 +87,7 @@ def selection_key(cfg: DictConfig, kinds: dict[str, str]) -> str | None:
     if cfg.select_by is not None:
         source, *rest = cfg.select_by.split("/")
         if source == "probe":
-            name, metric = rest
+            name, metric = rest[:2]
             if kinds[name] != KIND_WITH.get(metric, kinds[name]):
                 raise UserError(
                     f"select_by={cfg.select_by}: probes.{name} is of kind {kinds[name]}, which has no {metric}; use probe/{name}/loss"
@@ -115,7 +115,7 @@ def _check_selection(select_by: str, probes: dict[str, Probe], validations: Iter
             known = ", ".join(validations) or "none, since there is no dataset_validation"
             raise UserError(f"select_by={select_by}: there is no such validation loss; known are {known}")
         return
-    name, metric = rest
+    name, metric = rest[:2]
     if name not in probes:
         raise UserError(f"select_by={select_by}: {_no_probe(name, probes)}")
     needed = KIND_WITH.get(metric)
@@ -151,6 +151,7 @@ class Probes(Hook):
         for name, rows in self._rows.items():
             if rows.kind == "self":
                 trainer.loss.replay.refuse_prompts(f"probes.{name}", rows.samples)
+        self._check_groups()
         kinds = {name: rows.kind for name, rows in self._rows.items()}
         # Now: answers change the rows of kind self, and belong to the same probe.
         self._digests = {name: rows.digest for name, rows in self._rows.items()}
@@ -169,6 +170,19 @@ class Probes(Hook):
             )
         # Now, since it says what is to be measured with the pretrained weights.
         self.load_state_dict(trainer.run.scalars)
+
+    def _check_groups(self) -> None:
+        """Raises UserError for a budget or a selection by a group that the probe's rows do not have."""
+        budget = Budget.of(self._cfg.forgetting_budget)
+        for key, metric in (("select_by", self._cfg.select_by), ("forgetting_budget.metric", budget and budget.key)):
+            source, name, measured, group = [*(metric or "").split("/"), "", "", ""][:4]
+            if source != "probe" or not group:
+                continue
+            # The losses of own answers are not by group: the KL says more.
+            known = self._rows[name].groups if measured == "kl" or self._rows[name].kind != "self" else []
+            if group not in known:
+                hint = did_you_mean(group, known) or f"; its groups are {', '.join(dict.fromkeys(known)) or 'none'}"
+                raise UserError(f"{key}: probes.{name} has no {measured}/{group}{hint}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes the values at step 0 of a checkpoint's scalars, of the probes whose rows are still the same."""
@@ -248,7 +262,8 @@ class Probes(Hook):
             line |= {f"probe/{name}/{key}": value for key, value in values.items()}
             if step > 0:
                 before = self._baselines[name]["metrics"]
-                changes = {key: value - before[key] for key, value in values.items() if key != "kl"}
+                # A KL is its own change.
+                changes = {key: value - before[key] for key, value in values.items() if not key.startswith("kl")}
                 line |= {f"probe/{name}/{key}_change": value for key, value in changes.items()}
         metrics_log.write_event({"step": step, "epoch": state.epoch, **line, SECONDS: round(seconds, 3)})
         # The time of evaluations is not that of training steps.
@@ -261,9 +276,9 @@ class Probes(Hook):
 
     def _describe(self, name: str, values: Mapping[str, float], *, is_start: bool) -> str:
         parts = []
-        for key, value in values.items():
-            change = "" if is_start or key == "kl" else f" ({value - self._baselines[name]['metrics'][key]:+.4f})"
-            parts.append(f"{key} {value:.4f}{change}")
+        for key in (key for key in ("loss", "accuracy", "kl") if key in values):
+            change = "" if is_start or key == "kl" else f" ({values[key] - self._baselines[name]['metrics'][key]:+.4f})"
+            parts.append(f"{key} {values[key]:.4f}{change}")
         return f"probe {name} " + ", ".join(parts)
 
     def _choose_intervals(self, data: TrainingData) -> dict[str, int]:

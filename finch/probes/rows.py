@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 from torchtune.data import Message
@@ -18,17 +19,20 @@ from finch.data.prompts import (
     Sample,
     check_context,
     context_limit,
-    everyday_prompts,
     load_rows,
     num_targets,
     plain,
     tokenize_prompts,
 )
 from finch.data.rows import TextToTokens
+from finch.data.skills import skill_rows
 from finch.objectives import IGNORE_INDEX
 
 CONTINUED, QUESTIONS = ("ctx", "prompt"), ("question",)
 CHOICES, ANSWERS = ("choices", "endings", "options"), ("answer", "label", "answerKey")
+SKILL = "skill"
+NUM_ROWS, NUM_SKILL_ROWS = 32, 96
+"""Of a probe that does not say how many; of finch's own prompts eight of each skill."""
 _FIELDS = "a question, ctx or prompt, then choices, endings or options, and answer, label or answerKey"
 
 
@@ -54,17 +58,29 @@ class ProbeRows:
         kind: with ``auto`` resolved.
         samples: of a multiple-choice probe one for each choice of each question; of kind self one for each prompt, without targets.
         questions: of a multiple-choice probe; the samples of each follow one another.
+        groups: of each question, or else of each sample, by which metrics are separate too; empty: there are none.
     """
 
     kind: str
     samples: list[Sample]
     questions: list[Question] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
 
     @property
     def digest(self) -> str:
         """SHA-256 of kind, tokens and labels."""
         content = [self.kind, *((sample["tokens"], sample["labels"]) for sample in self.samples)]
+        content += [self.groups] if self.groups else []
         return hashlib.sha256(repr(content).encode()).hexdigest()
+
+    def group(self, name: str) -> tuple[list[int], ProbeRows]:
+        """The indices of a group's samples, and a probe of them alone."""
+        owners = [number for number, each in enumerate(self.questions) for _ in each.choices] or range(
+            len(self.samples)
+        )
+        indices = [index for index, owner in enumerate(owners) if self.groups[owner] == name]
+        questions = [each for each, group in zip(self.questions, self.groups, strict=False) if group == name]
+        return indices, ProbeRows(self.kind, [self.samples[index] for index in indices], questions)
 
 
 def read_rows(name: str, settings: Probe, tokenizer: Any, max_seq_len: int | None) -> ProbeRows:
@@ -76,10 +92,11 @@ def read_rows(name: str, settings: Probe, tokenizer: Any, max_seq_len: int | Non
     limit = context_limit(max_seq_len, tokenizer)
     try:
         if files is None:
-            rows = everyday_prompts(settings.rows)
+            rows = skill_rows(settings.rows or NUM_SKILL_ROWS)
         else:
-            rows = load_rows(settings.data_files, settings.source, settings.name, settings.split, settings.rows)
-        kind = _kind_of(rows[0], settings)
+            number = settings.rows or NUM_ROWS
+            rows = load_rows(settings.data_files, settings.source, settings.name, settings.split, number)
+        kind, groups = _kind_of(rows[0], settings), _groups(rows, settings)
         transform = None if kind == "self" else _transform(kind, rows, settings, tokenizer)
     except UserError as error:
         raise error.under(key, data_files=f"{key}.data_files") from error
@@ -92,9 +109,12 @@ def read_rows(name: str, settings: Probe, tokenizer: Any, max_seq_len: int | Non
         if files is None and limit is not None:  # those of finch's prompts that fit
             shortest, remedy = f"{key}: the shortest of finch's prompts", f"lower {key}.max_new_tokens"
             check_context(shortest, min(map(len, prompts)), number, limit, remedy)
-            prompts = [prompt for prompt in prompts if len(prompt) <= limit - number]
-        return ProbeRows(kind, [{"tokens": each, "labels": [IGNORE_INDEX] * len(each)} for each in prompts])
-    result = ProbeRows(kind, [])
+            fits = [len(prompt) <= limit - number for prompt in prompts]
+            prompts, groups = list(compress(prompts, fits)), list(compress(groups, fits))
+        return ProbeRows(
+            kind, [{"tokens": each, "labels": [IGNORE_INDEX] * len(each)} for each in prompts], groups=groups
+        )
+    result = ProbeRows(kind, [], groups=groups)
     num_truncated = 0
     for number, row in enumerate(rows, start=1):
         where = f"{key}: row {number} of {files}"
@@ -123,6 +143,15 @@ def read_rows(name: str, settings: Probe, tokenizer: Any, max_seq_len: int | Non
             f"{key}: {num_truncated} of {len(rows)} rows reach tokenizer.max_seq_len={limit} and are truncated there"
         )
     return result
+
+
+def _groups(rows: Sequence[Mapping[str, Any]], settings: Probe) -> list[str]:
+    field = settings.group_by or SKILL
+    if all(row.get(field) is None for row in rows):
+        if settings.group_by is not None:
+            raise UserError(f"dataset.group_by={field}: the rows have no such field; they have {', '.join(rows[0])}")
+        return []
+    return [str(row.get(field)).replace("/", "_") for row in rows]  # a part of a metric's name
 
 
 def _kind_of(row: Mapping[str, Any], settings: Probe) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from finch.base import extras, files, run_files
 from finch.base.log import logger
 from finch.base.progress import duration
+from finch.objectives.divergence import describe, moved_groups
 from finch.training.checkpointer import TrainState
 from finch.training.hooks import Hook, Trainer
 from finch.training.run import describe_best
@@ -118,7 +119,10 @@ def forgetting(lines: Sequence[Mapping[str, Any]], best_epoch: int | None) -> li
     """A line for each metric of a probe: its value at step 0, and its change since then at the best epoch (from 0) and at the last evaluation."""
     evaluations = [line for line in lines if any(key.startswith("probe/") for key in line)]
     keys = {
-        key: None for line in evaluations for key in line if key.startswith("probe/") and not key.endswith("_change")
+        key: None
+        for line in evaluations
+        for key in line
+        if key.startswith("probe/") and key.endswith(("/loss", "/accuracy", "/kl"))
     }
     found = []
     for key in keys:
@@ -137,7 +141,15 @@ def forgetting(lines: Sequence[Mapping[str, Any]], best_epoch: int | None) -> li
             if line.get(change) is not None
         ]
         found.append(f"{key}:{start} {', '.join(values)}")
+        if is_kl and (groups := describe(_of_probe(measured[-1], key))):
+            found.append(f"{key}: {groups}")
     return found
+
+
+def _of_probe(line: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """A line's metrics of one probe by their short names; ``key``: of one of them."""
+    prefix = key.removesuffix("kl")
+    return {name.removeprefix(prefix): value for name, value in line.items() if name.startswith(prefix)}
 
 
 def _number(name: str) -> int:
@@ -217,10 +229,13 @@ def _draw_lost(axes: Axes, lost: Mapping[str, tuple[list[int], list[float]]]) ->
 def _lost(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
     """Steps and, since step 0, the rises of each probe's losses and KL and the falls of its accuracy, by ``NAME loss`` and the like."""
     found: dict[str, tuple[list[int], list[float]]] = {}
+    ends = {key: line for line in lines for key in line if key.startswith("probe/") and key.endswith("/kl")}
+    groups = {f"{key}/{group}" for key, line in ends.items() for group in moved_groups(_of_probe(line, key))}
     for line in lines:
         for key, value in line.items():
-            is_rise = key.endswith(("_change", "/kl"))
-            if key.startswith("probe/") and value is not None and (is_rise or line["step"] == 0):
+            is_rise = key.endswith(("_change", "/kl")) or key in groups
+            is_drawn = key in groups or (key.count("/") == 2 and not key.endswith(("_low", "_high")))
+            if is_drawn and key.startswith("probe/") and value is not None and (is_rise or line["step"] == 0):
                 label = key.removeprefix("probe/").removesuffix("_change").replace("/", " ")
                 at, values = found.setdefault(label, ([], []))
                 at.append(line["step"])

@@ -82,8 +82,8 @@ def test_dtype_choices_are_the_implemented_ones():
         ("log_level", "DEBUG, INFO, WARNING, ERROR or CRITICAL", ["INFO", "debug", "Warn"], ["LOUD", 10]),
         (
             "select_by",
-            "validation_loss, validation/NAME/loss, probe/NAME/loss, probe/NAME/accuracy, probe/NAME/kl or null",
-            ["validation_loss", "validation/a/loss", "probe/b/kl"],
+            "validation_loss, validation/NAME/loss, probe/NAME/loss, probe/NAME/accuracy, probe/NAME/kl, probe/NAME/kl/GROUP or null",
+            ["validation_loss", "validation/a/loss", "probe/b/kl", "probe/b/kl/code"],
             ["validation/a/kl", "probe/b/c/kl", "probe/b/kl\n"],
         ),
         ("export_dtype", "fp32, bf16, fp64 or null", ["fp32", "bf16", "fp64"], ["bf16_mixed", "fp16"]),

@@ -100,5 +100,3 @@ def test_prompts_are_read_from_lines_of_text(tmp_path):
         {"prompt": "Why?"},
         {"prompt": "How?"},
     ]
-    everyday = [row["prompt"] for row in prompts.everyday_prompts(100)]
-    assert len(set(everyday)) == len(everyday) == 64

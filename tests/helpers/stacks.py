@@ -103,9 +103,11 @@ def run_trainer(
     num_rows: int = 64,
     is_sharded: bool = False,
     is_replayed: bool = False,
+    measured: Path | None = None,
     **changes: Any,
 ) -> Curves:
-    """``is_sharded``: with FSDP2, as transformers itself shards a model when it loads it; Accelerate's ``fsdp`` is DDP on a CPU."""
+    """``is_sharded``: with FSDP2, as transformers itself shards a model when it loads it; Accelerate's ``fsdp`` is DDP on a CPU. ``measured``: prompts
+    of a ForgettingCallback, whose part of the log is left in ``folder``/forgetting.json."""
     from finch.integrations.transformers import FinchCallback, SelfReplay
 
     config = transformers.distributed.DistributedConfig(fsdp_size=world_size()) if is_sharded else None
@@ -121,12 +123,26 @@ def run_trainer(
         callbacks=callbacks,
         processing_class=tokenizer,
     )
+    if measured is not None:
+        measure(trainer, measured)
     trainer.train(resume_from_checkpoint=resume)
     assert any(isinstance(module, FSDPModule) for module in model.modules()) == is_sharded
     return curves(trainer)
 
 
-def run_sft_trainer(data: Path, folder: Path, is_replayed: bool = False) -> Curves:
+def measure(trainer: Any, prompts: Path) -> None:
+    from finch.integrations.transformers import ForgettingCallback
+
+    class Keeping(ForgettingCallback):
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            super().on_train_end(args, state, control, **kwargs)
+            lines = [line for line in state.log_history if "forgetting/kl" in line]
+            Path(args.output_dir, "forgetting.json").write_text(json.dumps([*lines, self.metrics]))
+
+    trainer.add_callback(Keeping(trainer, prompts=prompts, every_n_steps=4, max_new_tokens=6))
+
+
+def run_sft_trainer(data: Path, folder: Path, is_replayed: bool = False, measured: Path | None = None) -> Curves:
     import datasets
     import trl
 
@@ -145,6 +161,8 @@ def run_sft_trainer(data: Path, folder: Path, is_replayed: bool = False) -> Curv
         processing_class=tokenizer,
         callbacks=[*([SelfReplay(**REPLAY)] if is_replayed else []), FinchCallback(eta_max=ETA_MAX, init=INIT)],
     )
+    if measured is not None:
+        measure(trainer, measured)
     trainer.train()
     return curves(trainer)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from helpers.causal_lm import mean_loss
 from helpers.ranks import on_ranks
+from helpers.rows import write_lines
 from helpers.runs import run_here, run_ranks
 from helpers.stacks import (
     ETA_BASE,
@@ -19,6 +22,8 @@ from helpers.stacks import (
     run_trainer,
 )
 
+from benchmarks.tiny_text import WORDS
+
 ON_TWO_RANKS = """
     from helpers.stacks import STACKS, run_trainer
     data = Path({data!r})
@@ -28,6 +33,8 @@ ON_TWO_RANKS = """
     # Rows that the ranks cannot share evenly, and a loss that is the mean of their means: FINCH's is over tokens all the same.
     uneven = {{"init": "dataset", "num_rows": 57, "max_steps": 1, "save_strategy": "no", "average_tokens_across_devices": False}}
     curves["dataset"] = run_trainer(data, folder / "dataset", is_sharded=True, **uneven)
+    for name, is_sharded in (("DDP", False), ("FSDP2", True)):
+        run_trainer(data, folder / name, is_sharded=is_sharded, measured=folder / "texts.jsonl", save_strategy="no")
     curves["self-replay"] = run_trainer(data, folder / "replay", is_replayed=True, save_strategy="no")
     tell(curves)
 """
@@ -64,6 +71,39 @@ def test_self_replay_is_the_same_in_every_loop(shared_data, tmp_path):
     assert_equal("SFTTrainer with self-replay", sft, reference)
 
 
+@pytest.fixture
+def measured(tmp_path):
+    """Prompts of two skills for the recipe, and as it renders them for a model without a chat template."""
+    rows = [{"prompt": f"Who has {word}?", "skill": "a" if index < 9 else "b"} for index, word in enumerate(WORDS[:12])]
+    write_lines(tmp_path / "rows.jsonl", *rows)
+    write_lines(tmp_path / "texts.jsonl", *({**row, "prompt": f"User: {row['prompt']}\nAssistant:"} for row in rows))
+    return tmp_path / "rows.jsonl", tmp_path / "texts.jsonl"
+
+
+def test_forgetting_is_the_same_in_the_trainers_and_the_recipe(shared_data, tmp_path, measured):
+    own = {"kind": "self", "data_files": str(measured[0]), "max_new_tokens": 6}
+    config = recipe_config(shared_data, tmp_path, 1) | {"probes": {"own": own}, "probes_every_n_steps": 4}
+    run = run_here(tmp_path, config)
+    assert run.returncode == 0, run.output[-3000:]
+    expected = [line for line in run.lines() if "probe/own/kl" in line]
+    for name, start in (("trainer", run_trainer), ("sft", run_sft_trainer)):
+        curves = start(shared_data, tmp_path / name, measured=measured[1])
+        assert_equal(name, curves, run_reference(shared_data))
+        *lines, last = json.loads((tmp_path / name / "forgetting.json").read_text())
+        assert [line["step"] for line in lines] == [line["step"] for line in expected] == [0, 4, 8]
+        assert lines[0]["forgetting/kl"] == 0
+        for line, other in zip(lines, expected, strict=True):
+            for key in ("kl", "kl/a", "kl/b", "kl_low", "kl_high"):
+                assert line[f"forgetting/{key}"] == pytest.approx(other[f"probe/own/{key}"], abs=1e-5), (name, key)
+        assert last.keys() == {"kl", "kl_low", "kl_high", "kl/a", "kl_low/a", "kl_high/a", "kl/b"}
+    resumed = run_trainer(
+        shared_data, tmp_path / "trainer", str(tmp_path / "trainer" / "checkpoint-4"), measured=measured[1]
+    )
+    assert_equal("resumed", resumed, run_reference(shared_data))
+    again = json.loads((tmp_path / "trainer" / "forgetting.json").read_text())
+    assert again[-1]["kl"] == pytest.approx(expected[-1]["probe/own/kl"], abs=1e-5)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_recipe_equals_plain_python(ranks, shared_data, tmp_path):
     config = recipe_config(shared_data, tmp_path, ranks)
@@ -74,10 +114,15 @@ def test_recipe_equals_plain_python(ranks, shared_data, tmp_path):
 
 
 @pytest.mark.slow
-def test_stacks_equal_plain_python_on_two_ranks(shared_data, tmp_path):
+def test_stacks_equal_plain_python_on_two_ranks(shared_data, tmp_path, measured):
     one, other = on_ranks(2, ON_TWO_RANKS.format(data=str(shared_data)), tmp_path)
     assert {name: curves[1] for name, curves in one.items()} == {name: curves[1] for name, curves in other.items()}
     assert one.pop("resumed") == one["Trainer"]
+    run_trainer(shared_data, tmp_path / "one", measured=measured[1], save_strategy="no")
+    alone, *both = (json.loads((tmp_path / name / "forgetting.json").read_text()) for name in ("one", "DDP", "FSDP2"))
+    for lines in both:
+        for line, expected in zip(lines, alone, strict=True):
+            assert line == pytest.approx(expected, abs=1e-5)
     assert_equal("self-replay on two ranks", one.pop("self-replay"), run_replay_reference(shared_data))
     model, rows = load(shared_data)
     losses, _ = run_reference(shared_data)

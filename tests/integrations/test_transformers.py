@@ -22,7 +22,7 @@ from finch.base import extras
 from finch.base.errors import UserError
 from finch.integrations.objective_loss import ObjectiveLoss
 from finch.integrations.self_replay import own_answers
-from finch.integrations.transformers import STATE_FILE, FinchCallback, SelfReplay
+from finch.integrations.transformers import STATE_FILE, FinchCallback, ForgettingCallback, SelfReplay
 from finch.objectives import DFT, EAFT, TALR, CrossEntropy
 
 ETA_BASE, ETA_MAX = 1e-3, 1e-2
@@ -331,6 +331,70 @@ def test_extra_that_is_missing_is_named(monkeypatch):
 def test_arguments_are_checked_at_once():
     with pytest.raises(ValueError, match=r"^ema=1.5 must lie in"):
         finch(ema=1.5)
+
+
+def measured(folder: Any, **options: Any) -> Trainer:
+    """A Trainer with ForgettingCallback on three prompts."""
+    folder.mkdir(exist_ok=True)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "b": 2, "?": 3}, "?")), eos_token="<s>"
+    )
+    changes = {name: options.pop(name) for name in ("max_steps", "save_strategy", "save_steps") if name in options}
+    trainer = make_trainer(folder, finch(), **changes)
+    trainer.processing_class = trainer.callback_handler.processing_class = options.pop("tokenizer", tokenizer)
+    trainer.add_callback(ForgettingCallback(trainer, **{"prompts": ["a", "b", "?"], "max_new_tokens": 4, **options}))
+    return trainer
+
+
+def forgotten(trainer: Trainer) -> dict[int, float]:
+    return {line["step"]: line["forgetting/kl"] for line in trainer.state.log_history if "forgetting/kl" in line}
+
+
+def test_forgetting_is_logged_and_bounded(tmp_path, caplog):
+    caplog.set_level("INFO")
+    plain = train(tmp_path / "plain", finch())
+    trainer = measured(tmp_path / "run")
+    trainer.train()
+    values = forgotten(trainer)
+    assert list(values) == [0, 1, 2, 3, 4, 5, 6]
+    assert values[0] == 0 < values[6]
+    assert logged(trainer) == logged(plain)
+    assert f"forgetting: KL {values[6]:.4f} nats per token" in caplog.text
+    first = next(step for step, value in values.items() if value > values[6] / 2)
+    for action, last in (("note", 6), ("stop", first)):
+        caplog.clear()
+        bounded = measured(tmp_path / action, budget=values[6] / 2, action=action, every_n_steps=1)
+        bounded.train()
+        assert max(forgotten(bounded)) == bounded.state.global_step == last
+        assert f"at step {first} is above budget={values[6] / 2:g}" in caplog.text
+    sparse = measured(tmp_path / "sparse", every_n_steps=4)
+    sparse.train()
+    assert list(forgotten(sparse)) == [0, 4, 6]
+
+
+def test_mistakes_of_measuring_are_named(tmp_path):
+    for options, message in (
+        ({"action": "end"}, "action='end' must be"),
+        ({"budget": -1.0}, "budget=-1.0 must be above 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            measured(tmp_path, **options)
+    with pytest.raises(UserError, match="ForgettingCallback needs the tokenizer"):
+        measured(tmp_path, tokenizer=None).train()
+    measured(tmp_path, **SAVED).train()
+    (tmp_path / "forgetting.safetensors").rename(tmp_path / "moved")
+    again = {"max_steps": 4}
+    with pytest.raises(UserError, match=r"forgetting.safetensors is missing: the answers of the pretrained model"):
+        measured(tmp_path, **again).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    (tmp_path / "moved").rename(tmp_path / "forgetting.safetensors")
+    with pytest.raises(UserError, match="has the answers to other prompts"):
+        measured(tmp_path, prompts=["b"], **again).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_finchs_own_prompts_are_of_twelve_skills(tmp_path):
+    callback = ForgettingCallback(None)
+    assert len(callback._prompts) == 96
+    assert {callback._groups.count(skill) for skill in callback._groups} == {8}
 
 
 def test_replayed_prompts_of_a_file(tmp_path):

@@ -33,10 +33,11 @@ def config(tmp_path, rows_file, tiny):
             texts = write_lines(
                 tmp_path / "texts.jsonl", *[{"text": row["answer"]} for row in read_lines(rows_file)[:9]]
             )
+            own = write_lines(tmp_path / "own.jsonl", *[{**row, "skill": "code"} for row in read_lines(rows_file)[:9]])
             config["probes"] = {
                 "texts": {"data_files": texts},
                 "facts": {"data_files": str(rows_file), "kind": "question_answer"},
-                "own": {"data_files": str(rows_file), "kind": "self", "rows": 5, "max_new_tokens": 6},
+                "own": {"data_files": own, "kind": "self", "rows": 5, "max_new_tokens": 6},
             }
         if kind == "replay":
             own = {"data_files": str(rows_file), "kind": "self", "max_new_tokens": 6}
@@ -121,6 +122,10 @@ def error_of(tmp_path):
         ("probes", "probes.texts.kind=multiple_choice", "probes.texts: row 1 of"),
         ("probes", "forgetting_budget.probe=text forgetting_budget.max_increase=1", "there is no probe text, did you mean texts?"),
         ("probes", f"{BUDGET} forgetting_budget.max_increase=1 forgetting_budget.metric=kl", "forgetting_budget.metric=kl needs a probe of kind self"),
+        ("probes", "forgetting_budget.probe=own forgetting_budget.max_increase=1 forgetting_budget.metric=kl/cod", "forgetting_budget.metric: probes.own has no kl/cod, did you mean code?"),
+        ("probes", "select_by=probe/texts/loss/code", "select_by: probes.texts has no loss/code; its groups are none"),
+        ("probes", "select_by=probe/own/loss/code", "select_by: probes.own has no loss/code"),
+        ("probes", "probes.own.group_by=topic", "probes.own.group_by=topic: the rows have no such field; they have question, answer, skill"),
         ("probes", "select_by=probe/fact/loss", "select_by=probe/fact/loss: there is no probe fact, did you mean facts?"),
         ("probes", "select_by=probe/texts/accuracy", "select_by=probe/texts/accuracy: probes.texts is of kind text, which has no accuracy"),
         ("probes", "select_by=probe/own/accuracy", "select_by=probe/own/accuracy: probes.own.kind=self has no accuracy"),

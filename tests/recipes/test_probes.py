@@ -1,6 +1,7 @@
 """Probes in the recipes: what they measure equals transformers, and the training does not notice them."""
 
 import pytest
+import scipy.stats
 import torch
 from helpers.evaluation import read_lines
 from helpers.rows import write_lines
@@ -12,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from finch.base import run_files
 
-NAMES = ("texts", "facts", "choices", "own")
+NAMES = ("texts", "facts", "choices", "own", "grouped")
+GROUPS = {"a": slice(0, 9), "b_c": slice(9, 13)}
 
 
 @pytest.fixture(scope="module")
@@ -21,11 +23,18 @@ def probe_rows(rows_file, tmp_path_factory):
     rows = read_lines(rows_file)
     answers = [row["answer"] for row in rows]
     choices = [
-        {"ctx": rows[index]["question"], "endings": answers[index : index + 3], "label": str(index % 3)}
+        {
+            "ctx": rows[index]["question"],
+            "endings": answers[index : index + 3],
+            "label": str(index % 3),
+            "topic": index < 4,
+        }
         for index in range(11)
     ]
+    grouped = [{"prompt": row["question"], "skill": "a" if index < 9 else "b/c"} for index, row in enumerate(rows[:13])]
     write_lines(folder / "texts.jsonl", *({"text": f"{row['question']} {row['answer']}"} for row in rows[:9]))
     write_lines(folder / "choices.jsonl", *choices)
+    write_lines(folder / "grouped.jsonl", *grouped)
     return folder
 
 
@@ -38,8 +47,9 @@ def config(base_folder, rows_file, probe_rows, tmp_path_factory):
     config["probes"] = {
         "texts": {"data_files": str(probe_rows / "texts.jsonl")},
         "facts": {"data_files": str(rows_file), "split": "train[:7]", "kind": "question_answer"},
-        "choices": {"data_files": str(probe_rows / "choices.jsonl"), "task": True},
+        "choices": {"data_files": str(probe_rows / "choices.jsonl"), "task": True, "group_by": "topic"},
         "own": {"data_files": str(rows_file), "kind": "self", "rows": 5, "max_new_tokens": 6},
+        "grouped": {"data_files": str(probe_rows / "grouped.jsonl"), "kind": "self", "max_new_tokens": 6},
     }
     return config
 
@@ -58,7 +68,10 @@ def straight(config, trained):
 def test_probes_are_evaluated_at_their_steps(straight):
     lines = probed(straight)
     assert list(lines) == [0, 4, 6, 8, 12]
-    values = {"probe/choices/accuracy", "probe/own/kl", *(f"probe/{name}/loss" for name in NAMES)}
+    values = {"probe/choices/accuracy", "probe/own/kl", "probe/grouped/kl", *(f"probe/{name}/loss" for name in NAMES)}
+    values |= {f"probe/choices/{metric}/{group}" for metric in ("loss", "accuracy") for group in ("True", "False")}
+    # Of groups of fewer than 8 rows there is no interval.
+    values |= {f"probe/grouped/{key}" for key in ("kl_low", "kl_high", "kl/a", "kl_low/a", "kl_high/a", "kl/b_c")}
     assert lines[0].keys() == {"step", "epoch", *values}
     for step in (4, 12):
         assert lines[step]["epoch"] == (0 if step == 4 else 1)
@@ -103,15 +116,18 @@ def test_probes_equal_transformers_on_the_exported_folder(step, folder, straight
     assert line["probe/facts/loss"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
 
     right, losses = [], []
-    for row in read_lines(probe_rows / "choices.jsonl"):
+    rows = read_lines(probe_rows / "choices.jsonl")
+    for row in rows:
         start = len(pieces.encode(row["ctx"])) + 1
         found = [token_losses(model, [1, *pieces.encode(f"{row['ctx']} {ending}")], start) for ending in row["endings"]]
         scores = [-loss.sum().item() / len(ending) for loss, ending in zip(found, row["endings"], strict=True)]
         right.append(scores.index(max(scores)) == int(row["label"]))
         losses.append(found[int(row["label"])])
     assert line["probe/choices/accuracy"] == pytest.approx(sum(right) / 11)
+    assert line["probe/choices/accuracy/True"] == pytest.approx(sum(right[:4]) / 4)
     assert 0 < sum(right) < 11
     assert line["probe/choices/loss"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
+    assert line["probe/choices/loss/False"] == pytest.approx(torch.cat(losses[4:]).mean().item(), abs=1e-5)
 
 
 @pytest.mark.parametrize(("step", "folder"), [(0, None), (12, "epoch_1")])
@@ -122,7 +138,7 @@ def test_own_answers_equal_transformers_generate(step, folder, straight, rows_fi
     tokenizer = llama2_tokenizer(str(base_folder / "tokenizer.model"), prompt_template=None)
     losses, divergences = [], []
     greedy = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
-    for row in read_lines(rows_file)[:5]:
+    for row in read_lines(rows_file)[:13]:
         prompt = tokenizer.encode(row["question"], add_eos=False)
         tokens = base.generate(torch.tensor([prompt]), **greedy)[0]
         with torch.no_grad():
@@ -132,9 +148,21 @@ def test_own_answers_equal_transformers_generate(step, folder, straight, rows_fi
         losses.append(-log_p.gather(1, tokens[len(prompt) :, None])[:, 0])
         divergences.append((log_p0.exp() * (log_p0 - log_p)).sum(-1))
     line = probed(straight)[step]
-    assert line["probe/own/loss"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
-    assert line["probe/own/kl"] == pytest.approx(torch.cat(divergences).mean().item(), abs=1e-5)
+    assert line["probe/own/loss"] == pytest.approx(torch.cat(losses[:5]).mean().item(), abs=1e-5)
+    assert line["probe/own/kl"] == pytest.approx(torch.cat(divergences[:5]).mean().item(), abs=1e-5)
     assert (line["probe/own/kl"] == 0) == (step == 0)
+    for group, part in GROUPS.items():
+        assert line[f"probe/grouped/kl/{group}"] == pytest.approx(torch.cat(divergences[part]).mean().item(), abs=1e-5)
+    if step > 0:
+        pairs = [(each.sum().item(), len(each)) for each in divergences[GROUPS["a"]]]
+        interval = scipy.stats.bootstrap(
+            tuple(zip(*pairs, strict=True)),
+            lambda sums, counts, axis: sums.sum(axis) / counts.sum(axis),
+            paired=True,
+            method="percentile",
+        ).confidence_interval
+        for end, expected in zip(("low", "high"), interval, strict=True):
+            assert line[f"probe/grouped/kl_{end}/a"] == pytest.approx(expected, rel=0.1)
 
 
 def test_kl_starts_at_zero_in_mixed_precision(config, tmp_path):
@@ -210,6 +238,14 @@ def budget_between(run, inside, outside, **settings):
     assert low < high
     limit = (low + high) / 2
     return limit, {"probe": "own", "metric": "kl", "max_increase": limit, **settings}
+
+
+def test_budget_of_one_group(config, straight, tmp_path):
+    values = [line["probe/grouped/kl/b_c"] for line in probed(straight).values()]
+    budget = {"probe": "grouped", "metric": "kl/b_c", "max_increase": values[1] / 2, "action": "stop"}
+    run = finished(tmp_path, {**config, "forgetting_budget": budget}, "select_by=probe/grouped/kl/a")
+    assert list(probed(run)) == [0, 4]
+    assert f"probe/grouped/kl/b_c {values[1]:+.4f} at step 4 is outside" in run.output
 
 
 def test_budget_stops_the_run(config, straight, tmp_path):

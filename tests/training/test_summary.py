@@ -81,6 +81,17 @@ def test_summary_without_the_epochs_folder_has_its_tokens_only(run, caplog):
     assert [message.split(",")[0] for message in summary_of(run, caplog, best)[1:]] == ["3 steps"]
 
 
+def by_group():
+    """Five groups of the probe a with an interval, and one that is too small for one."""
+    values = dict(zip("abcde", (0.1, 0.2, 0.3, 0.4, 0.5), strict=True))
+    ends = {
+        f"probe/a/kl_{end}/{group}": value + shift
+        for group, value in values.items()
+        for end, shift in (("low", -0.1), ("high", 0.1))
+    }
+    return {**{f"probe/a/kl/{group}": value for group, value in values.items()}, **ends, "probe/a/kl/small": 9.0}
+
+
 def test_forgetting_is_the_change_at_the_best_epoch_and_the_end():
     def line(step, epoch, loss, accuracy, kl):
         changes = {} if step == 0 else {"probe/a/loss_change": loss - 1, "probe/a/accuracy_change": accuracy - 0.5}
@@ -95,6 +106,9 @@ def test_forgetting_is_the_change_at_the_best_epoch_and_the_end():
     ]
     assert forgetting(lines, None)[2] == "probe/a/kl: +0.2000 at step 4"
     assert forgetting(lines[:2], None) == []
+    assert forgetting([{**line, **by_group()} for line in lines], None)[3] == (
+        "probe/a/kl: most of e 0.50 [0.40, 0.60], d 0.40 [0.30, 0.50], c 0.30 [0.20, 0.40]; least of a 0.10 [0.00, 0.20] (95% over prompts)"
+    )
 
 
 def steps(number, **changes):
@@ -110,6 +124,7 @@ def steps(number, **changes):
         ([*steps(2), {"step": 2, "validation_loss": 1.0}], ["loss of the step", "EMA", "validation"]),
         ([*steps(2), {"step": 2, "validation/new/loss": 1.0}], ["loss of the step", "EMA", "validation/new"]),
         ([*steps(2), {"step": 2, "probe/old/loss_change": 0.5, "probe/old/kl": 0.1}], ["loss of the step", "EMA", "old loss", "old kl"]),
+        ([*steps(2), {"step": 2, "probe/a/kl": 0.1, "probe/a/kl_low": 0.0, **by_group()}], ["loss of the step", "EMA", "a kl", "a kl a", "a kl c", "a kl d", "a kl e"]),
         ([*steps(2, loss=None), {"step": 2, "validation_loss": None}], ["loss of the step", "EMA"]),
         ([], ["loss of the step"]),
     ],

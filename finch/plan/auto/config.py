@@ -21,6 +21,7 @@ from finch.models.families import model_block
 from finch.models.hf_config import check_folder
 from finch.objectives import IGNORE_INDEX
 from finch.plan.auto.trial import Trial
+from finch.probes.rows import NUM_SKILL_ROWS
 from finch.weights.files import read_shapes
 from finch.weights.huggingface import HuggingFaceFolder
 
@@ -37,7 +38,7 @@ GLOBAL_BATCH = 16
 LR, LR_PARAMETERS, LR_STEPS, MAX_LR = 2e-5, 4e9, 60, 1e-3
 """The paper's eta_base and the size of its smaller model; steps behind the rates of smaller ones; the rate of the smallest that was measured."""
 
-_NUM_PROMPTS, _MIN_CONTEXT = 16, 256
+_NUM_PROMPTS, _MIN_CONTEXT = 24, 256
 
 _MICRO_BATCH = 4
 _BF16_MIXED_BYTES = 16
@@ -100,11 +101,6 @@ def complete(
         f"model_dir={folder}: {num_parameters / 1e6:,.1f} M parameters, "
         f"{component_of(chosen.get('model')) or component_of(given.model)}, context {context:,} tokens"
     )
-    if "probes" not in file_blocks and context >= _MIN_CONTEXT:
-        # What is forgotten, on the model's own answers to everyday prompts.
-        chosen["probes"] = {"own": {"kind": "self", "rows": _NUM_PROMPTS}}
-        if not {"~probes", "probes=null"} & set(overrides):
-            messages.append(f"probes.own: {_NUM_PROMPTS} own answers, evaluated as it trains; ~probes removes it")
     num_rows = None
     if _is_open(given, "dataset"):
         data, num_rows, message = _data(given, reads_rows)
@@ -112,6 +108,12 @@ def complete(
         messages.append(message)
     device = _device_keys(str(given.get("device", "auto")), num_parameters, num_rows, ranks)
     chosen.update(device)
+    if "probes" not in file_blocks and context >= _MIN_CONTEXT:
+        # What is forgotten, on the model's own answers to finch's prompts: on a CPU generation takes too long for all of them.
+        number = _NUM_PROMPTS if device["dtype"] == "fp32" else NUM_SKILL_ROWS
+        chosen["probes"] = {"own": {"kind": "self", "rows": number}}
+        if not {"~probes", "probes=null"} & set(overrides):
+            messages.append(f"probes.own: {number} own answers, evaluated as it trains; ~probes removes it")
     chosen["output_dir"] = f"out/auto/{_slug(folder.resolve().name)}-{_slug(_rows_name(given))}"
     blocks = {**chosen, **{key: value for key, value in file_blocks.items() if value is not None or key not in chosen}}
     if given.get("source") is None:
