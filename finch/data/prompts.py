@@ -81,7 +81,7 @@ def tokenize_prompts(
     for number, row in enumerate(rows, start=1):
         name = f"{key}: row {number} of {where}"
         try:
-            prompt = _prompt(**_first_turns(row, format, column_map, tokenizer), tokenizer=tokenizer)
+            prompt = _prompt(**prompt_turns(row, tokenizer, format, column_map), tokenizer=tokenizer)
         except Exception as error:  # a row can break any library's tokenizer
             reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             raise UserError(f"{name} cannot be used ({reason}); fix or remove that row") from error
@@ -146,10 +146,11 @@ def _prompt(turns: list[Message], tokenizer: Any, **tools: Any) -> list[int]:
     return sample["tokens"][: is_target.index(True) if any(is_target) else None]
 
 
-def _first_turns(
-    row: Mapping[str, Any], format: str, column_map: Mapping[str, str] | None, tokenizer: Any
+def prompt_turns(
+    row: Mapping[str, Any], tokenizer: Any, format: str = "auto", column_map: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The system turn, if there is one, and the first user turn, as :func:`_prompt` takes them; with the row's tools, if it has some."""
+    """``turns``, messages that are no targets: the system turn, if there is one, and the first user turn, or all of a conversation that ends with a
+    user's; and ``tools``, if the row has some."""
     present = {name: value for name, value in row.items() if value is not None}
     named, has_turns = (column_map or {}).get("prompt"), {"messages", "conversations"} & present.keys()
     # Of a conversation the turns count, its system prompt included, and not a column that repeats the first one.
@@ -167,7 +168,8 @@ def _first_turns(
         )
     sample = RowToMessages(row_format, tokenizer=tokenizer)(present)
     messages = sample.pop("messages")
-    turns = messages[: next(index for index, message in enumerate(messages) if message.role == "assistant")]
+    first = next(index for index, message in enumerate(messages) if message.role == "assistant")
+    turns = messages if messages[-1].role == "user" else messages[:first]
     for turn in turns:
         turn.masked = True
     return {"turns": turns, **sample}

@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from finch.base.files import atomic_file
 from finch.objectives.regularization import coarse_token_kl, top_log_probs
 from finch.objectives.replay import chooser, uniform_draws
 from finch.objectives.replay import step_rows as step_rows
@@ -132,6 +134,30 @@ def _logits(model: Any, answers: Sequence[Answer]) -> list[torch.Tensor]:
         row[len(answer.tokens) - len(answer.top) - 1 : len(answer.tokens) - 1]
         for row, answer in zip(logits, answers, strict=True)
     ]
+
+
+def save_answers(answers: Sequence[Answer], file: Path) -> None:
+    """All of them one after another, in one safetensors file."""
+    from safetensors.torch import save
+
+    parts = {name: torch.cat([getattr(answer, name) for answer in answers]) for name in ("tokens", "log_probs", "top")}
+    lengths = torch.tensor([[len(answer.tokens), len(answer.top)] for answer in answers])
+    with atomic_file(file) as partial:
+        partial.write_bytes(
+            save({**parts, "lengths": lengths})
+        )  # save_file leaves another file there when it is killed
+
+
+def read_answers(file: Path) -> list[Answer]:
+    """What :func:`save_answers` has written."""
+    from safetensors.torch import load_file
+
+    parts = load_file(file)
+    tokens, answers = parts.pop("lengths").T.tolist()
+    rows = zip(
+        parts["tokens"].split(tokens), parts["log_probs"].split(answers), parts["top"].split(answers), strict=True
+    )
+    return [Answer(*row) for row in rows]
 
 
 def is_replaying(model: nn.Module) -> bool:

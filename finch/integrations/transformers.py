@@ -24,7 +24,16 @@ from finch.base.files import atomic_file, write_text
 from finch.base.log import logger
 from finch.data.skills import skill_rows
 from finch.integrations.objective_loss import LossReader, ObjectiveLoss
-from finch.integrations.self_replay import Answer, answer_kl, is_replaying, measured, own_answers, replay_kl_sum
+from finch.integrations.self_replay import (
+    Answer,
+    answer_kl,
+    is_replaying,
+    measured,
+    own_answers,
+    read_answers,
+    replay_kl_sum,
+    save_answers,
+)
 from finch.integrations.step_loss import MeanLoss
 from finch.objectives.divergence import describe, divergence
 from finch.objectives.replay import around_content, end_turn, rows_in_step, step_rows
@@ -33,7 +42,6 @@ from finch.optim.finch_lr import ETA_MAX, FinchLR
 require_extras("finch.integrations.transformers", "hf")
 
 from accelerate.utils import send_to_device
-from safetensors.torch import load_file, save
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -676,26 +684,6 @@ def _prompt(tokenizer: Any, content: str | list[dict[str, str]]) -> list[int]:
         return list(tokenizer("\n".join(turn["content"] for turn in turns))["input_ids"])
     text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def save_answers(answers: Sequence[Answer], file: Path) -> None:
-    """All of them one after another, in one safetensors file."""
-    parts = {name: torch.cat([getattr(answer, name) for answer in answers]) for name in ("tokens", "log_probs", "top")}
-    lengths = torch.tensor([[len(answer.tokens), len(answer.top)] for answer in answers])
-    with atomic_file(file) as partial:
-        partial.write_bytes(
-            save({**parts, "lengths": lengths})
-        )  # save_file leaves another file there when it is killed
-
-
-def read_answers(file: Path) -> list[Answer]:
-    """What :func:`save_answers` has written."""
-    parts = load_file(file)
-    tokens, answers = parts.pop("lengths").T.tolist()
-    rows = zip(
-        parts["tokens"].split(tokens), parts["log_probs"].split(answers), parts["top"].split(answers), strict=True
-    )
-    return [Answer(*row) for row in rows]
 
 
 class _AddLabels:

@@ -83,7 +83,7 @@ def test_auto_config_measures_what_is_forgotten(folder, rows_file, monkeypatch, 
     assert auto(*given).probes is None
     monkeypatch.setattr("finch.auto.config._MIN_CONTEXT", 64)
     probe = auto(*given).probes.own
-    assert (probe.kind, probe.rows, probe.data_files) == ("self", 16, None)
+    assert (probe.kind, probe.rows, probe.data_files) == ("self", 24, None)
     assert "probes.own" in caplog.text
     caplog.clear()
     assert auto(*given, "~probes").probes is None

@@ -1,0 +1,335 @@
+"""What tuned models forgot, skill by skill, on rows that finch brings along: no hub, no data and no judge.
+
+Two measures. The KL divergence from the pretrained model on that model's own greedy answers, in nats per token, sees a change long before
+a score does. And where one of four answers is right: how often it has the largest log-likelihood per character.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torchtune.data import Message
+from torchtune.datasets._sft import SFTTransform
+
+import finch
+from finch.base.errors import UserError
+from finch.base.log import logger
+from finch.base.progress import Progress
+from finch.base.run_files import inside
+from finch.data.prompts import Sample, plain, prompt_turns, tokenize_prompts
+from finch.data.skills import skill_rows
+from finch.evaluation.loading import SHORT, hash_values, hash_weights, load_model
+from finch.evaluation.model_folders import ModelFolder, labels
+from finch.evaluation.results import (
+    NATS,
+    OLD,
+    POINTS,
+    SuiteResult,
+    TaskResult,
+    read_result,
+    read_samples,
+    write_result,
+)
+from finch.evaluation.statistics import mean_interval, paired_delta
+from finch.evaluation.tasks.task import scored
+from finch.integrations.self_replay import (
+    BATCH_ROWS,
+    Answer,
+    answer_kl,
+    measured,
+    own_answers,
+    read_answers,
+    save_answers,
+)
+from finch.models import auto_tokenizer
+from finch.objectives import IGNORE_INDEX
+
+SUITE, ANSWERS = "skills", "skills.answers.safetensors"
+KL = "_kl"
+"""How the tasks end that are divergences; the others are accuracies."""
+MAX_NEW_TOKENS, TOP_K = 32, 512
+_BATCH_TOKENS = 2048
+_VERSIONS = ("torch", "transformers")
+
+
+@dataclass(frozen=True)
+class SkillRows:
+    """finch's rows, tokenized: of each its skill and prompt, and where an answer is right a sample for each choice."""
+
+    rows: list[dict[str, Any]]
+    prompts: list[list[int]]
+    choices: list[list[Sample]]
+    stop_tokens: list[int]
+
+    @property
+    def skills(self) -> list[str]:
+        return sorted({row["skill"] for row in self.rows})
+
+
+@dataclass(frozen=True)
+class Skill:
+    """What one model lost of one skill.
+
+    Attributes:
+        kl, kl_low, kl_high: the divergence from the base on its own answers, in nats per token, and its 95% interval over prompts.
+        n: prompts.
+        before, after: accuracies of the base and the tuned model; None where the skill has no right answers.
+        change, change_low, change_high: their difference and its paired interval; ``change_low`` is None where all rows changed alike.
+        n_choices: questions.
+    """
+
+    skill: str
+    kl: float
+    kl_low: float
+    kl_high: float
+    n: int
+    before: float | None = None
+    after: float | None = None
+    change: float | None = None
+    change_low: float | None = None
+    change_high: float | None = None
+    n_choices: int = 0
+
+
+def read_skills(folder: Path, limit: int | None) -> SkillRows:
+    """The rows, ``limit`` of each skill, as the tokenizer of a model's folder renders them for training."""
+    rows = skill_rows() if limit is None else skill_rows(limit * len({row["skill"] for row in skill_rows()}))
+    tokenizer = auto_tokenizer(str(folder))
+    transform = SFTTransform(model_transform=tokenizer)
+    prompts = tokenize_prompts("skills", "finch's rows", rows, tokenizer, limit=None, max_new_tokens=MAX_NEW_TOKENS)
+    choices: list[list[Sample]] = []
+    for row in rows:
+        turns = prompt_turns(row, tokenizer)["turns"]
+        ends = [Message(role="assistant", content=choice) for choice in row.get("choices", ())]
+        choices.append([plain(transform({"messages": [*turns, end]})) for end in ends])
+    return SkillRows(rows, prompts, choices, tokenizer.stop_tokens)
+
+
+def measure(
+    base: ModelFolder,
+    tuned: Sequence[ModelFolder],
+    rows: SkillRows,
+    *,
+    out: Path,
+    dtype: str,
+    device: torch.device,
+    trust: bool,
+) -> list[list[Skill]]:
+    """Measures each tuned model, and the base where no earlier call has, and keeps the results; those that are there are read.
+
+    Args:
+        out: for results that no run owns.
+        dtype: a key of ``finch.evaluation.loading.DTYPES``.
+        trust: the tuned runs are the user's own, so that results may be written through their links.
+
+    Returns:
+        Of each tuned model its skills, the most forgotten first.
+    """
+    settings: dict[str, str | int | float | bool | None] = {
+        "dtype": dtype,
+        "rows": hash_values(rows.prompts, rows.choices)[:SHORT],
+        "max_new_tokens": MAX_NEW_TOKENS,
+    }
+    folders, weights = [base, *tuned], [hash_weights(folder) for folder in (base, *tuned)]
+    outputs = [
+        folder.results or out / f"{'base' if folder is base else folder.label}-{hash_values(digest, settings)[:SHORT]}"
+        for folder, digest in zip(folders, weights, strict=True)
+    ]
+    missing = [not _is_done(output, digest, settings) for output, digest in zip(outputs, weights, strict=True)]
+    answers_file = outputs[0] / ANSWERS
+    if any(missing) and not answers_file.is_file():
+        missing[0] = True
+    answers: list[Answer] = []
+    for folder, output, digest, is_missing in zip(folders, outputs, weights, missing, strict=True):
+        if not is_missing:
+            logger.info(f"{output / SUITE}.json is reused")
+            continue
+        model = load_model(folder, dtype, device)
+        root = out if folder.results is None else folder.run or folder.path.parent
+        inside(root, *output.relative_to(root).parts, is_own=folder.results is None or trust)
+        if folder is base:
+            answers = list(_answers(model, rows))
+            output.mkdir(parents=True, exist_ok=True)
+            save_answers(answers, answers_file)
+        answers = answers or read_answers(answers_file)
+        samples = {**_divergences(model, rows, answers), **_accuracies(model, rows, folder.label)}
+        del model
+        result = SuiteResult(
+            suite=SUITE,
+            model=str(folder.path.resolve()),
+            weights=digest,
+            is_base=folder is base,
+            base=None if folder is base else os.path.relpath(outputs[0] / f"{SUITE}.json", output),
+            settings=settings,
+            versions={"finch": finch.__version__, **{name: importlib.metadata.version(name) for name in _VERSIONS}},
+            tasks={name: _task(name, each) for name, each in samples.items()},
+        )
+        try:
+            write_result(output, result, samples)
+        except ValueError as error:  # NaN or infinity, which JSON cannot hold
+            raise UserError(f"{folder} has numbers that are not finite ({error}); nothing is written") from error
+    return [_compare(outputs[0], output) for output in outputs[1:]]
+
+
+def _is_done(output: Path, weights: str, settings: dict[str, Any]) -> bool:
+    path = output / f"{SUITE}.json"
+    if not path.exists():
+        return False
+    result = read_result(path)
+    return (result.weights, result.settings) == (weights, settings)
+
+
+def _answers(model: Any, rows: SkillRows) -> Iterator[Answer]:
+    progress = Progress(len(rows.prompts), is_shown=True, leave=False)
+    progress.set_title("skills: the base model's own answers")
+    for start in range(0, len(rows.prompts), BATCH_ROWS):
+        prompts = rows.prompts[start : start + BATCH_ROWS]
+        options: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": 0.0, "top_k": 1}
+        yield from measured(model, own_answers(model, prompts, stop_tokens=rows.stop_tokens, **options), TOP_K)
+        progress.advance(len(prompts))
+    progress.close()
+
+
+def _divergences(model: Any, rows: SkillRows, answers: Sequence[Answer]) -> dict[str, list[dict[str, Any]]]:
+    """By task, of each prompt the mean KL over its answer's tokens."""
+    sums = answer_kl(model, answers).double().tolist()
+    found: dict[str, list[dict[str, Any]]] = {f"{skill}{KL}": [] for skill in rows.skills}
+    for number, (row, answer, kl) in enumerate(zip(rows.rows, answers, sums, strict=True)):
+        found[f"{row['skill']}{KL}"].append({**_document(number, row), "score": kl / len(answer.top)})
+    return found
+
+
+def _accuracies(model: Any, rows: SkillRows, label: str) -> dict[str, list[dict[str, Any]]]:
+    """By task, of each question whether the right choice has the largest log-likelihood per character, as lm-eval's acc_norm."""
+    flat = [sample for samples in rows.choices for sample in samples]
+    losses = iter(_losses(model, flat, f"skills: {label}: answers that are right or wrong"))
+    found: dict[str, list[dict[str, Any]]] = {}
+    for number, (row, samples) in enumerate(zip(rows.rows, rows.choices, strict=True)):
+        if samples:
+            scores = [-next(losses) / len(choice) for choice in row["choices"]]
+            is_right = row["choices"][scores.index(max(scores))] == row["answer"]
+            found.setdefault(row["skill"], []).append({**_document(number, row), "score": float(is_right)})
+    return found
+
+
+def _document(number: int, row: dict[str, Any]) -> dict[str, Any]:
+    return {"doc_id": number, "doc_hash": hash_values(row)[:SHORT]}
+
+
+@torch.no_grad()
+def _losses(model: Any, samples: Sequence[Sample], title: str) -> list[float]:
+    """[samples] the sum of the targets' cross-entropies, in nats."""
+    device, found = model.device, [0.0] * len(samples)
+    order = sorted(range(len(samples)), key=lambda index: -len(samples[index]["tokens"]))
+    progress = Progress(len(order), is_shown=True, leave=False)
+    progress.set_title(title)
+    while order:
+        size = max(1, _BATCH_TOKENS // len(samples[order[0]]["tokens"]))
+        batch, order = order[:size], order[size:]
+        tokens, labels = (
+            pad_sequence([torch.tensor(samples[index][key]) for index in batch], True, filler).to(device)
+            for key, filler in (("tokens", 0), ("labels", IGNORE_INDEX))
+        )
+        lengths = torch.tensor([[len(samples[index]["tokens"])] for index in batch], device=device)
+        mask = (torch.arange(tokens.shape[1], device=device) < lengths).long()
+        logits = model(input_ids=tokens, attention_mask=mask).logits[:, :-1]
+        losses = F.cross_entropy(logits.float().transpose(1, 2), labels[:, 1:], reduction="none").sum(1)
+        for index, loss in zip(batch, losses.tolist(), strict=True):
+            found[index] = loss
+        progress.advance(len(batch))
+    progress.close()
+    return found
+
+
+def _task(name: str, samples: list[dict[str, Any]]) -> TaskResult:
+    is_kl = name.endswith(KL)
+    return TaskResult(
+        role=OLD,
+        metric="kl" if is_kl else "acc_norm",
+        definition=(
+            f"finch's rows of {name.removesuffix(KL)}: "
+            + (
+                "KL divergence from the base on its own greedy answers, mean over tokens, then over prompts"
+                if is_kl
+                else "log-likelihood of four answers per character"
+            )
+        ),
+        **scored(samples),
+        samples=f"{SUITE}.{name}.jsonl",
+        chance=None if is_kl else 1 / 4,
+        is_higher_better=not is_kl,
+        unit=NATS if is_kl else POINTS,
+    )
+
+
+def _compare(base: Path, tuned: Path) -> list[Skill]:
+    before, after = (read_result(folder / f"{SUITE}.json") for folder in (base, tuned))
+    found = []
+    for name in (name for name in after.tasks if name.endswith(KL)):
+        skill, kl = name.removesuffix(KL), mean_interval(read_samples(tuned, after.tasks[name]), is_share=False)
+        accuracy: dict[str, Any] = {}
+        if skill in after.tasks:
+            one, other = before.tasks[skill], after.tasks[skill]
+            delta = paired_delta(read_samples(base, one), read_samples(tuned, other))
+            low, high = (None, None) if delta.low != delta.low else (delta.low, delta.high)  # NaN: no row has changed
+            accuracy = {
+                "before": one.score,
+                "after": other.score,
+                "change": delta.mean,
+                "change_low": low,
+                "change_high": high,
+                "n_choices": delta.n,
+            }
+        found.append(Skill(skill, kl.mean, kl.low, kl.high, kl.n, **accuracy))
+    return sorted(found, key=lambda each: -each.kl)
+
+
+def table(skills: Sequence[Skill]) -> list[list[str]]:
+    """Rows of text, the first one the columns' names."""
+    rows = [["skill", "KL, nats per token [95%]", "n", "right before", "after", "change, points [95%]", "n"]]
+    for each in skills:
+        kl = [f"{each.kl:.3f} [{each.kl_low:.3f}, {each.kl_high:.3f}]", str(each.n)]
+        if each.before is None or each.after is None or each.change is None:
+            rows.append([each.skill, *kl, "-", "", "", ""])
+            continue
+        low, high = each.change_low, each.change_high
+        interval = (
+            "no row changed"
+            if low is None or high is None
+            else f"{100 * each.change:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+        )
+        if low is not None and high is not None and low <= 0 <= high:
+            interval += " no change can be shown"
+        rows.append(
+            [each.skill, *kl, f"{100 * each.before:.1f}", f"{100 * each.after:.1f}", interval, str(each.n_choices)]
+        )
+    return rows
+
+
+def beyond(skills: Sequence[Skill], max_kl: float | None, max_drop: float | None) -> list[str]:
+    """A line for each skill whose whole interval lies beyond a limit; ``max_drop``: points of accuracy."""
+    found = [
+        f"{each.skill}: KL {each.kl:.3f} [{each.kl_low:.3f}, {each.kl_high:.3f}] is above --max-kl={max_kl:g}"
+        for each in skills
+        if max_kl is not None and each.kl_low > max_kl
+    ]
+    return found + [
+        f"{each.skill}: accuracy fell by {-100 * (each.change or 0):.1f} points [{-100 * each.change_high:.1f}, {-100 * (each.change_low or 0):.1f}], more than --max-drop={max_drop:g}"
+        for each in skills
+        if max_drop is not None and each.change_high is not None and -100 * each.change_high > max_drop
+    ]
+
+
+def as_json(tuned: Sequence[ModelFolder], skills: Sequence[Sequence[Skill]]) -> list[dict[str, Any]]:
+    return [
+        {"model": label, "skills": [asdict(each) for each in one]}
+        for label, one in zip(labels(tuned), skills, strict=True)
+    ]
