@@ -1,0 +1,152 @@
+"""The skills of a pretrained and a tuned model, against transformers and plain torch in float64 on the same folders."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from finch.base.errors import UserError
+from finch.data.skills import skill_rows
+from finch.evaluation import skills
+from finch.evaluation.model_folders import ModelFolder, find_base, find_tuned
+from finch.evaluation.skills import Skill, beyond, read_skills, table
+
+ROWS = [
+    *(
+        {"skill": "code", "question": f"Who has {word}?", "choices": [word, "a bird", "the sea", "no one"], "answer": word}
+        for word in ("a cat", "a dog", "a hat", "a box", "a ball", "the key", "the cake", "the boat", "a tree")
+    ),
+    {"skill": "talk", "question": "Once upon a time"},
+    {"skill": "talk", "messages": [
+        {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Who is Tom?"}]},
+]  # fmt: skip
+
+
+@pytest.fixture
+def folders(shared_data, tmp_path, monkeypatch):
+    """stories260k, and a copy whose weights are a little off."""
+    monkeypatch.setattr(skills, "skill_rows", lambda number=None: ROWS[:number])
+    base, tuned = tmp_path / "base", tmp_path / "tuned"
+    for folder in (base, tuned):
+        shutil.copytree(shared_data / "stories260k", folder)
+    weights = load_file(base / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    noisy = {
+        name: each + 0.2 * each.std() * torch.randn(each.shape, generator=generator) for name, each in weights.items()
+    }
+    save_file(noisy, tuned / "model.safetensors", {"format": "pt"})
+    return base, tuned
+
+
+def measure(base, *tuned, out):
+    base_folder = find_base(base)
+    options = {"out": out, "dtype": "fp32", "device": torch.device("cpu"), "trust": False}
+    return skills.measure(
+        base_folder, [find_tuned(each, base_folder) for each in tuned], read_skills(base, None), **options
+    )
+
+
+def log_probs(model, tokens):
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0, :-1].double().log_softmax(-1)
+
+
+def test_measures_equal_plain_torch(folders, tmp_path):
+    base, tuned = folders
+    one, other = (AutoModelForCausalLM.from_pretrained(folder) for folder in folders)
+    (found,) = measure(base, tuned, out=tmp_path / "out")
+    rows = read_skills(base, None)
+    divergences, right = {"code": [], "talk": []}, {"base": [], "tuned": []}
+    for row, prompt, samples in zip(ROWS, rows.prompts, rows.choices, strict=True):
+        answer = one.generate(
+            torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=2, pad_token_id=0
+        )[0].tolist()
+        p, q = (log_probs(model, answer)[len(prompt) - 1 :] for model in (one, other))
+        divergences[row["skill"]].append((p.exp() * (p - q)).sum(-1).mean().item())
+        for name, model in (("base", one), ("tuned", other)) if samples else ():
+            scores = []
+            for choice, sample in zip(row["choices"], samples, strict=True):
+                start = next(index for index, label in enumerate(sample["labels"]) if label != -100)
+                assert sample["tokens"][:start] == prompt
+                losses = log_probs(model, sample["tokens"]).gather(1, torch.tensor(sample["tokens"][1:])[:, None])[
+                    start - 1 :
+                ]
+                scores.append(losses.sum().item() / len(choice))
+            right[name].append(row["choices"][scores.index(max(scores))] == row["answer"])
+    by_name = {each.skill: each for each in found}
+    for name, values in divergences.items():
+        assert by_name[name].kl == pytest.approx(sum(values) / len(values), abs=1e-5)
+        assert by_name[name].n == len(values)
+    assert by_name["code"].before == pytest.approx(sum(right["base"]) / 9)
+    assert by_name["code"].after == pytest.approx(sum(right["tuned"]) / 9)
+    assert by_name["talk"].before is None
+    assert [each.kl for each in found] == sorted((each.kl for each in found), reverse=True)
+
+
+def test_a_model_has_not_moved_from_itself_and_results_are_reused(folders, tmp_path, caplog, monkeypatch):
+    base, tuned = folders
+    shutil.copytree(base, tmp_path / "same")
+    (same,) = measure(base, tmp_path / "same", out=tmp_path / "out")
+    assert [(each.kl, each.change) for each in same] == [(0, 0), (0, None)]
+    loaded = []
+    monkeypatch.setattr(
+        skills,
+        "load_model",
+        lambda folder, *rest, load=skills.load_model: loaded.append(folder.path) or load(folder, *rest),
+    )
+    both = measure(base, tmp_path / "same", tuned, out=tmp_path / "out")
+    assert both[0] == same
+    assert loaded == [tuned]
+    (answers,) = (tmp_path / "out").glob("base-*/skills.answers.safetensors")
+    answers.unlink()
+    shutil.rmtree(next((tmp_path / "out").glob("tuned-*")))
+    assert measure(base, tuned, out=tmp_path / "out") == both[1:]
+    assert loaded == [tuned, base, tuned]
+
+
+def test_numbers_that_are_not_finite_are_refused(folders, tmp_path):
+    base, tuned = folders
+    weights = load_file(tuned / "model.safetensors")
+    save_file(
+        {name: each * float("nan") for name, each in weights.items()}, tuned / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(UserError, match="has numbers that are not finite"):
+        measure(base, tuned, out=tmp_path / "out")
+
+
+FOUND = [
+    Skill("code", 0.5, 0.4, 0.6, 32, 0.75, 0.5, -0.25, -0.4, -0.1, 32),
+    Skill("reading", 0.2, 0.05, 0.4, 32, 0.5, 0.53, 0.03, -0.1, 0.2, 32),
+    Skill("languages", 0.1, 0.08, 0.12, 20, 0.5, 0.5, 0.0, None, None, 20),
+    Skill("talk", 0.1, 0.05, 0.2, 20),
+]
+
+
+def test_table_says_what_is_shown():
+    _, code, reading, languages, talk = table(FOUND)
+    assert code == ["code", "0.500 [0.400, 0.600]", "32", "75.0", "50.0", "-25.0 [-40.0, -10.0]", "32"]
+    assert reading[5] == "+3.0 [-10.0, +20.0] no change can be shown"
+    assert languages[5] == "no row changed"
+    assert talk[3:] == ["-", "", "", ""]
+
+
+def test_gates_look_at_whole_intervals():
+    assert beyond(FOUND, None, None) == []
+    assert beyond(FOUND, 0.1, None) == ["code: KL 0.500 [0.400, 0.600] is above --max-kl=0.1"]
+    assert beyond(FOUND, None, 3) == ["code: accuracy fell by 25.0 points [10.0, 40.0], more than --max-drop=3"]
+    assert beyond(FOUND, None, 12) == []
+
+
+def test_rows_are_finchs_own(shared_data):
+    rows = read_skills(shared_data / "stories260k", 3)
+    assert len(rows.rows) == len(rows.prompts) == 3 * len(rows.skills) == 36
+    assert len(skill_rows()) > 36
+
+
+def test_json_has_the_models_labels(tmp_path):
+    (model,) = skills.as_json([ModelFolder("--tuned", tmp_path / "x")], [FOUND])
+    assert model["model"] == "x"
+    assert json.loads(json.dumps(model))["skills"][0]["change_high"] == -0.1
