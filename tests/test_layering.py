@@ -29,7 +29,7 @@ CORE = (
     ("cli",),
 )
 """What a training step needs, and what starts one: a package imports those of the lines above it."""
-ROOMS = {"plan": (), "evaluation": (), "study": ("evaluation",), "integrations": ()}
+ROOMS = {"plan": (), "evaluation": ("integrations",), "study": ("evaluation",), "integrations": ()}
 """What lies around the core: a room imports the core, itself, and those named here; the core imports none of them."""
 BELOW = {
     package: {*(each for layer in CORE[:height] for each in layer), package}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import math
 import os
 import sys
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tuned", type=Path, nargs="+", default=[], metavar="DIR_OR_RUN", help=text)
 
     add = parser.add_argument_group("tasks").add_argument
-    text = "forgetting, reliability, knowledge, science, language or all; several with commas"
+    text = "forgetting, reliability, knowledge, science, language or all; several with commas (default: finch's own rows of twelve skills)"
     add("--suite", type=names, default=[], metavar="NAMES", help=text)
     text = "only these tasks; without --suite also others of lm-eval"
     add("--tasks", type=names, default=[], metavar="NAMES", help=text)
@@ -60,6 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nproc_per_node", "--nproc-per-node", type=int, default=1, metavar="N", help="processes, one per GPU")
     add_checks(parser)
 
+    add = parser.add_argument_group("skills, without --suite and --tasks").add_argument
+    text = "exit code 3 if a skill's KL from the base is larger, its 95%% interval included"
+    add("--max-kl", type=float, metavar="NATS", help=text)
+    text = "exit code 3 if a skill's accuracy fell by more, its 95%% interval included"
+    add("--max-drop", type=float, metavar="POINTS", help=text)
+    add("--json", action="store_true", help="print JSON in place of tables")
+
 
 def main(parsed: argparse.Namespace) -> None:
     """Evaluates, and prints a table for each suite.
@@ -68,6 +76,9 @@ def main(parsed: argparse.Namespace) -> None:
         UserError: a mistake in the arguments, a folder, or the data; a model whose numbers are not finite.
     """
     require_extras("finch evaluate", "evaluate")
+    if not parsed.suite and not parsed.tasks:
+        _skills(parsed)
+        return
     tasks, others = _check(parsed)
     from finch.distributed.parallel import is_launched
     from finch.evaluation.custom_tasks import custom_task
@@ -113,13 +124,61 @@ def _check(parsed: argparse.Namespace) -> tuple[list[Task], list[str]]:
         raise UserError(f"--nproc_per_node={parsed.nproc_per_node} must be at least 1")
     if parsed.batch_size != "auto" and not (parsed.batch_size.isdigit() and int(parsed.batch_size) > 0):
         raise UserError(f"--batch-size={parsed.batch_size} must be a number of rows or auto")
-    if not parsed.suite and not parsed.tasks:
-        raise UserError(f"--suite is missing; give one of {', '.join(ALL)}, all, or --tasks")
+    for option, value in (("--max-kl", parsed.max_kl), ("--max-drop", parsed.max_drop), ("--json", parsed.json)):
+        if value not in (None, False):
+            raise UserError(f"{option} is for skills; leave out --suite and --tasks, or {option}")
     tasks, others = select_tasks(parsed.suite, parsed.tasks, "--suite ", "--tasks ")
     if unknown := next((name for name in parsed.new_task if name not in others), None):
         remedy = "finch knows the role of its own tasks"
         raise UserError(f"--new-task {unknown} is not one of the lm-eval tasks of --tasks; {remedy}")
     return tasks, others
+
+
+def _skills(parsed: argparse.Namespace) -> None:
+    """What the tuned models forgot of each skill. Raises UserError as ``main``; exits with 3 where a limit is exceeded."""
+    if not parsed.tuned:
+        raise UserError(
+            f"--tuned is missing; give the model to compare with --base, or --suite {', '.join(ALL)} or all"
+        )
+    for option, value, least in (
+        ("--limit", parsed.limit, 1),
+        ("--max-kl", parsed.max_kl, 0),
+        ("--max-drop", parsed.max_drop, 0),
+    ):
+        if value is not None and not value >= least:
+            raise UserError(f"{option}={value} must be at least {least}")
+    if parsed.nproc_per_node > 1:
+        raise UserError(f"--nproc_per_node={parsed.nproc_per_node} is for suites; skills are measured by one process")
+    from finch.distributed.parallel import local_device
+    from finch.evaluation.loading import resolve_dtype, shared_tokenizer
+    from finch.evaluation.model_folders import find_base, find_tuned, labels
+    from finch.evaluation.skills import as_json, beyond, measure, read_skills, table
+    from finch.models.chat_tokenizer import TOKENIZER
+
+    base = find_base(parsed.base)
+    tuned = [find_tuned(path, base) for given in parsed.tuned for path in models_in(given)]
+    for folder in (base, *tuned):
+        _check_files(folder, by_digest=parsed.verify)
+    shared_tokenizer(base, tuned)
+    # The tuned model's template is the one that it was trained with.
+    rows = read_skills(tuned[0].path if (tuned[0].path / TOKENIZER).is_file() else base.path, parsed.limit)
+    device = local_device(parsed.device)
+    dtype = resolve_dtype(parsed.dtype, base.path, device)
+    found = measure(base, tuned, rows, out=parsed.out, dtype=dtype, device=device, trust=parsed.trust)
+    if parsed.json:
+        print(json.dumps(as_json(tuned, found), indent=2))
+    else:
+        for label, skills in zip(labels(tuned), found, strict=True):
+            print(printable(f"\n{label}\n{aligned(table(skills))}"))
+    problems = [
+        f"{label}: {line}"
+        for label, skills in zip(labels(tuned), found, strict=True)
+        for line in beyond(skills, parsed.max_kl, parsed.max_drop)
+    ]
+    for line in problems:
+        print(printable(line), file=sys.stderr)
+    if problems:
+        sys.exit(3)
 
 
 def _check_files(folder: ModelFolder, *, by_digest: bool) -> None:
@@ -206,9 +265,13 @@ def _table(models: Sequence[str], results: Sequence[tuple[Path, SuiteResult]], t
                 margin = "" if math.isnan(measured.low) else f"±{50 * (measured.high - measured.low):.1f}"
             first, last = ([name, metric], _percent(task.chance)) if is_base else (["", ""], "")
             rows.append([*first, model, _percent(task.score), delta, margin, str(number), last])
+    return "\n".join([aligned(rows), "", *(f"{name}: {base.tasks[name].definition}" for name in tasks)])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, "", *(f"{name}: {base.tasks[name].definition}" for name in tasks)])
+    return "\n".join(lines)
 
 
 def _percent(fraction: float | None) -> str:
