@@ -178,7 +178,7 @@ A key of {trainer.title} on finch's command line ends in an error that names fin
 |---|---|
 {chr(10).join(rows)}
 
-The same in both: {", ".join(f"`{name}`" for name in same)}. A key that is not here has no translation; `finch keys WORD` searches finch's.
+The same in both: {", ".join(f"`{name}`" for name in same)}. A key that is not here has no translation; `finch list keys WORD` searches finch's.
 """
 
 
@@ -222,7 +222,7 @@ With the value in the second column they do nothing, and are accepted.
 
 ## Keys that torchtune does not have
 
-{ours}. `finch keys` describes them.
+{ours}. `finch list keys` describes them.
 """
 
 

@@ -117,7 +117,7 @@ finch trains text decoders:
 
 ## Keys of torchtune's recipes that are refused
 
-A config may name them with the value in the second column. `finch keys` lists all other keys.
+A config may name them with the value in the second column. `finch list keys` lists all other keys.
 
 | key | accepted | otherwise |
 |---|---|---|

@@ -45,10 +45,7 @@ _COMMANDS = {
         ),
     },
     "look up": {
-        "configs": ("cli.configs", "list, show and copy the configs and grids that come with finch"),
-        "keys": ("cli.lists", "list a config's keys: values, default, description"),
-        "methods": ("cli.lists", "list the methods that method=NAME trains with"),
-        "models": ("cli.lists", "list the model families that can be trained"),
+        "list": ("cli.lists", "methods, models, and the keys of a config; configs, to be shown and copied"),
     },
     "machine and cluster": {
         "doctor": ("plan.commands.doctor", "check the installed packages and the machine"),
@@ -60,9 +57,14 @@ _COMMANDS = {
     },
 }
 """The commands by group and name: the module below ``finch``, with ``main`` and perhaps ``add_arguments``, and what it does."""
-_MOVED = {
-    "data": "finch data translate is now a script in finch's repository: python examples/translate_rows.py, with the same options"
+_OLD = {
+    "methods": "finch list methods",
+    "models": "finch list models",
+    "keys": "finch list keys",
+    "configs": "finch list configs, finch list --show NAME or finch list --copy NAME",
+    "data": "python examples/translate_rows.py, in finch's repository",
 }
+"""What has taken the place of commands that there were."""
 _READ_ALL = ("run", "check", "estimate")  # which read all that follows themselves
 _WITH_CONFIG = (*_READ_ALL, "slurm", "sweep")  # which take key=value and others' options
 
@@ -75,8 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # A shell that completes passes no arguments; what has been typed is in COMP_LINE.
     typed = os.environ["COMP_LINE"].split()[1:] if "_ARGCOMPLETE" in os.environ else arguments
     name = next((word for word in typed if not word.startswith("-")), None)
-    if name in _MOVED:
-        raise UsageError(_MOVED[name])
+    if name in _OLD:
+        raise UsageError(f"finch {name} is now {_OLD[name]}")
     parser, commands, module = build_parser(name)
     complete_in_shell(parser, {name: commands[name] for name in _WITH_CONFIG})
     parsed, rest = parser.parse_known_args(arguments)

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         allow_abbrev=False,
     )
     parser.epilog = (
-        "CONFIG is a path or a name of `finch configs`; key=value and ~key change it, as for `finch run`. All other options are "
+        "CONFIG is a path or a name of `finch list configs`; key=value and ~key change it, as for `finch run`. All other options are "
         "sbatch's and are passed on unchanged: --nodes, --gpus-per-node (default: 1; 0: train on CPU), --time, --partition, ... "
         "A value with = in it needs the form --option=value. The script's settings are environment variables, such as "
         "FINCH_CONTAINER; its first lines list them."

@@ -316,7 +316,7 @@ class SelfReplay(TrainerCallback):
     Args:
         prompts: ``"self"``: the model writes them after its chat template's beginning, or whole texts from BOS without one; or a list of texts, or
             the path of a file of them, as the recipe's ``self_replay.prompts``.
-        rows, max_new_tokens, share, strength, temperature, top_k: see ``finch keys self_replay``.
+        rows, max_new_tokens, share, strength, temperature, top_k: see ``finch list keys self_replay``.
         seed: of the order of the rows.
 
     Raises:

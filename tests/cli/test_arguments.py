@@ -14,7 +14,7 @@ from finch.cli import main as cli
     ("words", "message"),
     [
         (["rnu"], "finch rnu does not exist, did you mean run? see finch --help"),
-        (["configs", "shw"], "finch configs shw does not exist, did you mean show? see finch configs --help"),
+        (["list", "confgs"], "finch list confgs does not exist, did you mean configs? see finch list --help"),
         (["evaluate", "--base", "x", "--tuend", "y"], "finch evaluate does not take --tuend, did you mean --tuned?"),
         (["chat"], "the following arguments are required: RUN; see finch chat --help"),
         (["run"], "CONFIG is missing: finch run [torchrun options] CONFIG"),
@@ -30,7 +30,7 @@ from finch.cli import main as cli
         (["estimate", "auto", "--matmul-tflops", "x"], "argument --matmul-tflops: x must be a number above 0; see"),
         (["run", "qwen3/4B_finch", "epochs"], "Command-line overrides must be in the form of key=value, got epochs;"),
         (["--foo"], "finch does not take --foo; see finch --help"),
-        (["configs", "show"], "the following arguments are required: name; see"),
+        (["list", "--show"], "argument --show: expected at least one argument; see finch list"),
         (["sweep", "x", "--dryrun"], "--dryrun is not an option of finch sweep, did you mean --dry-run?"),
         (["slurm", "submit"], "CONFIG is missing: finch slurm submit CONFIG"),
     ],
@@ -82,7 +82,7 @@ def test_help_lists_every_command_once_in_its_group(capsys, monkeypatch):
         ("finch sweep sweeps/qwen3_4B_kn", {"sweeps/qwen3_4B_knowledge "}),
         ("finch check auto lr_scheduler.eta", {"lr_scheduler.eta_max="}),
         ("finch run auto optimizer.l", {"optimizer.lr="}),
-        ("finch configs show sweeps/quic", {"sweeps/quickstart "}),
+        ("finch list --show sweeps/quic", {"sweeps/quickstart "}),
     ],
 )
 def test_shells_are_answered(tmp_path, line, expected):

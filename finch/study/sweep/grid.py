@@ -1,6 +1,6 @@
 """GRID.yaml: a config, the values that its keys take, and how the runs are evaluated; the cells, each one run.
 
-config: qwen3/4B_sft                 a file, or a name of `finch configs`
+config: qwen3/4B_sft                 a file, or a name of `finch list configs`
 out: out/sweeps/mine                 each cell is a folder in it
 keep: all                            best or last: of a trained cell's models only that one, and no state to resume from
 overrides: {epochs: 3}               of all cells
@@ -244,7 +244,7 @@ class Grid:
 
     Attributes:
         recipe: every cell's. None: the cell's model decides.
-        config: a path or a name of `finch configs`.
+        config: a path or a name of `finch list configs`.
         out: the cells' parent folder, an absolute path.
         overrides: ``key=value`` of all cells.
         mappings: of key to values. The cells are the union of their products.

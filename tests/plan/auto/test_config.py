@@ -276,7 +276,7 @@ def test_auto_config_mistakes_are_one_line(arguments, message, folder, rows_file
 
 
 def test_configs_show_prints_the_complete_auto_config(folder, rows_file, capsys):
-    printed = finch(capsys, "configs", "show", "auto", f"model_dir={folder}", f"data_files={rows_file}")[1]
+    printed = finch(capsys, "list", "--show", "auto", f"model_dir={folder}", f"data_files={rows_file}")[1]
     shown = yaml.safe_load(printed)
     assert (shown["model"]["num_layers"], shown["dataset"]["format"]) == (2, "question_answer")
-    assert finch(capsys, "configs", "show", "auto")[0] == 0  # the template
+    assert finch(capsys, "list", "--show", "auto")[0] == 0  # the template
