@@ -138,7 +138,7 @@ def test_core_needs_torch_alone(wheel, venv):
         ("python", "-m", "finch_lora_finetune", "--config", "qwen3/4B_finch"),
         ("finch", "list", "--show", "qwen3/4B_finch"),
         ("finch", "list", "keys"),
-        ("finch", "slurm", "submit", "qwen3/4B_finch", "--dry-run"),
+        ("finch", "run", "--slurm", "qwen3/4B_finch", "--dry-run"),
         ("finch", "wise-ft", "--base", "base", "--tuned", "tuned", "--out", "out"),
     ):
         (line,) = venv(*command, code=1).strip().splitlines()
@@ -180,7 +180,7 @@ def test_wheel_finds_recipe_and_configs_away_from_checkout(wheel, tmp_path):
     origin = python("-c", "import finch, finch_full_finetune; print(finch.__file__, finch_full_finetune.__file__)")
     assert origin.count(str(site)) == 2, origin
     assert "qwen3/4B_finch  " in python("-m", "finch.cli", "list", "configs")
-    submit = ("slurm", "submit", "qwen3/4B_finch", "--dry-run", f"output_dir={tmp_path / 'run'}")
+    submit = ("run", "--slurm", "qwen3/4B_finch", "--dry-run", f"output_dir={tmp_path / 'run'}")
     assert f" output_dir={tmp_path / 'run'}\n" in python("-m", "finch.cli", *submit)
     # The name resolves, the config passes, its components are found: the first error is the missing model.
     tune = ("-m", "torchtune._cli.tune", "run", "finch_full_finetune", "--config", "qwen3/4B_finch")

@@ -2,7 +2,7 @@
 
     python -m benchmarks.speed.gpu [--quick] [--device cpu] [--out FOLDER]
 
-Needs no weights and no network; the page is that of `finch gpu-check`, speed.json and speed.md. Qwen3-1.7B, 0.6B or less is taken where 4B
+Needs no weights and no network; the page is that of `finch doctor --gpu`, speed.json and speed.md. Qwen3-1.7B, 0.6B or less is taken where 4B
 does not fit, and the page says so; a tiny model on the CPU. The share of the matrix rate counts what finch's own step needs for every
 contender. Expected seconds are `finch estimate`'s at the rates that this machine has just shown: the least that a step can take. Contenders
 that are not installed are named and left out. TRL is padded unless flash-attn is installed. The first lines say what cuDNN's attention

@@ -38,6 +38,7 @@ Trains with the recipe for the config's model: finch_full_finetune, or finch_lor
   CONFIG, --config CONFIG   a YAML file, or the name of a config that comes with finch: `finch list configs`
   --nproc_per_node N        ranks on this machine: a number, gpu (one per GPU) or auto (default: 1, in this process)
   --restarts N              starts the ranks again, at most N times, from the last checkpoint where one fails or hangs
+  --slurm                   submits the run with sbatch: `finch run --slurm --help`
   --nnodes, --rdzv_...      several machines, and all other options of torchrun: `torchrun --help`
   key=value, ~key           sets or removes a key: `finch list keys`
   method=NAME               trains with a method: `finch list methods`

@@ -32,7 +32,7 @@ from finch.cli import main as cli
         (["--foo"], "finch does not take --foo; see finch --help"),
         (["list", "--show"], "argument --show: expected at least one argument; see finch list"),
         (["sweep", "x", "--dryrun"], "--dryrun is not an option of finch sweep, did you mean --dry-run?"),
-        (["slurm", "submit"], "CONFIG is missing: finch slurm submit CONFIG"),
+        (["run", "--slurm"], "CONFIG is missing: finch run --slurm CONFIG"),
     ],
 )
 def test_wrong_words_are_one_line_and_exit_code_2(capsys, words, message):
@@ -45,7 +45,7 @@ def test_wrong_words_are_one_line_and_exit_code_2(capsys, words, message):
 
 
 @pytest.mark.parametrize("words", [["CONFIG"], ["--config", "CONFIG"]])
-@pytest.mark.parametrize("command", ["run", "check", "estimate", "slurm submit"])
+@pytest.mark.parametrize("command", ["run", "check", "estimate", "run --slurm"])
 def test_config_is_an_option_or_the_first_word(capsys, command, words):
     with pytest.raises(SystemExit) as error:
         cli.main([*command.split(), *words, "epochs=1"])
@@ -77,7 +77,7 @@ def test_help_lists_every_command_once_in_its_group(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("finch gpu", {"gpu-check "}),
+        ("finch doctor --g", {"--gpu "}),
         ("finch run qwen3/4B_f", {"qwen3/4B_finch "}),
         ("finch sweep sweeps/qwen3_4B_kn", {"sweeps/qwen3_4B_knowledge "}),
         ("finch check auto lr_scheduler.eta", {"lr_scheduler.eta_max="}),

@@ -98,6 +98,8 @@ def test_configs_cp_never_overwrites(capsys, tmp_path):
     ("old", "new"),
     [
         ("data translate --out x.jsonl", "python examples/translate_rows.py"),
+        ("gpu-check --quick", "finch doctor --gpu"),
+        ("slurm submit my.yaml --nodes 2", "finch run --slurm"),
         ("methods", "finch list methods"),
         ("models gemma", "finch list models"),
         ("keys", "finch list keys"),
@@ -107,7 +109,7 @@ def test_configs_cp_never_overwrites(capsys, tmp_path):
 def test_an_old_command_names_its_new_one(capsys, old, new):
     code, _, err = finch(capsys, *old.split())
     assert (code, err.count("\n")) == (2, 2)
-    assert f"finch: error: finch {old.split()[0]} is now " in err
+    assert f"finch: error: finch {old.split()[0]}" in err
     assert new in err
 
 
@@ -198,7 +200,11 @@ def test_models_lists_every_family(capsys):
 
 @pytest.mark.parametrize(
     ("command", "word", "names"),
-    [("methods", "REPLAY", ["self_replay"]), ("models", "gemma-2b", ["gemma"]), ("configs", "qwen3/4B_S", ["qwen3/4B_sft"])],
+    [
+        ("methods", "REPLAY", ["self_replay"]),
+        ("models", "gemma-2b", ["gemma"]),
+        ("configs", "qwen3/4B_S", ["qwen3/4B_sft"]),
+    ],
 )
 def test_methods_and_models_are_searched(capsys, command, word, names):
     code, out, _ = finch(capsys, "list", command, word)

@@ -66,7 +66,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--gpus", type=positive(int), default=1, metavar="N", help="ranks on all nodes (default: 1)")
     memory = "of one GPU, in 1e9 bytes; without it nothing is compared"
     parser.add_argument("--gpu-memory", type=positive(float), metavar="GB", help=memory)
-    rates = "the GPU's rates, which give the time: gpu-check's gpu_check.json"
+    rates = "the GPU's rates, which give the time: gpu_check.json of finch doctor --gpu"
     parser.add_argument("--rates", metavar="FILE", help=rates)
     for option, text, _ in _LIMITS.values():
         parser.add_argument(option, type=positive(float), metavar="R", help=text)

@@ -1,4 +1,4 @@
-"""`finch gpu-check`: does this machine compute a training step right?"""
+"""`finch doctor --gpu`: does this machine compute a training step right?"""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def main(parsed: argparse.Namespace) -> None:
     Raises:
         UserError: there is no GPU, or ``--out`` cannot be written.
     """
-    require_extras("finch gpu-check", "torchtune")
+    require_extras("finch doctor --gpu", "torchtune")
     import torch
 
     from finch.plan.gpu_check.phases import run_phases
 
     number = torch.cuda.device_count()
     if not parsed.cpu and not number:
-        raise UserError("finch gpu-check finds no GPU (torch.cuda sees 0): add --cpu for tiny models on the CPU")
+        raise UserError("finch doctor --gpu finds no GPU (torch.cuda sees 0): add --cpu for tiny models on the CPU")
     try:
         parsed.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
