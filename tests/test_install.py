@@ -139,7 +139,7 @@ def test_core_needs_torch_alone(wheel, venv):
         ("finch", "list", "--show", "qwen3/4B_finch"),
         ("finch", "list", "keys"),
         ("finch", "run", "--slurm", "qwen3/4B_finch", "--dry-run"),
-        ("finch", "wise-ft", "--base", "base", "--tuned", "tuned", "--out", "out"),
+        ("finch", "average", "--base", "base", "--tuned", "tuned", "--out", "out"),
     ):
         (line,) = venv(*command, code=1).strip().splitlines()
         assert line.startswith("finch: error: ")

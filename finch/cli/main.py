@@ -27,7 +27,6 @@ _COMMANDS = {
             "evaluation.commands.average",
             "average a run's model with its pretrained one, as far as it keeps what was learned",
         ),
-        "wise-ft": ("evaluation.commands.wise_ft", "interpolate between the pretrained and the tuned model's weights"),
     },
     "measure": {
         "chat": ("evaluation.commands.chat", "the pretrained and the tuned model's answers to a prompt, side by side"),
@@ -49,10 +48,16 @@ _COMMANDS = {
 """The commands by group and name: the module below ``finch``, with ``main`` and perhaps ``add_arguments``, and what it does."""
 _MODES = {
     "run": ("--slurm", "cli.slurm", "check a run's config and submit it with sbatch"),
+    "average": (
+        "--tuned DIR",
+        "evaluation.commands.wise_ft",
+        "average the folders of a pretrained and a tuned model, a run's or all of a sweep's, without evaluating them",
+    ),
     "doctor": ("--gpu", "plan.commands.gpu_check", "check that this machine's GPUs compute a training step right"),
 }
 """The option that makes a command another one, of a module with its own arguments: as it is typed, that module, and what it does."""
 _OLD = {
+    "wise-ft": "finch average --base A --tuned B",
     "gpu-check": "finch doctor --gpu",
     "slurm submit": "finch run --slurm CONFIG, or finch slurm --titan NAME",
     "methods": "finch list methods",

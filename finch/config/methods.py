@@ -166,7 +166,7 @@ METHODS: dict[str, Method] = {
         {"model": LORA},
         _add_adapters,
     ),
-    "wise_ft": Method("sft; afterwards `finch wise-ft` averages the pretrained and the tuned weights"),
+    "wise_ft": Method("sft; afterwards `finch average --tuned` averages the pretrained and the tuned weights"),
     "lr_replay": Method(
         "sft with the learning rates of an earlier run, lr_scheduler.log=RUN",
         {"lr_scheduler": {"_component_": "finch.ReplayLR", "log": UNRESOLVED}},
@@ -273,7 +273,7 @@ def log_method(names: list[str], cfg: DictConfig) -> None:
         tuned = "best" if cfg.get("dataset_validation") is not None else f"epoch_{cfg.epochs - 1}"
         logger.info(
             "method=wise_ft: when the run has ended, "
-            + shlex.join(["finch", "wise-ft", "--base", base, "--tuned", f"{run}/{tuned}", "--out", f"{run}/wise_ft"])
+            + shlex.join(["finch", "average", "--base", base, "--tuned", f"{run}/{tuned}", "--out", f"{run}/wise_ft"])
         )
 
 

@@ -100,6 +100,7 @@ def test_configs_cp_never_overwrites(capsys, tmp_path):
         ("data translate --out x.jsonl", "python examples/translate_rows.py"),
         ("gpu-check --quick", "finch doctor --gpu"),
         ("slurm submit my.yaml --nodes 2", "finch run --slurm"),
+        ("wise-ft --base a --tuned b --out c", "finch average --base A --tuned B"),
         ("methods", "finch list methods"),
         ("models gemma", "finch list models"),
         ("keys", "finch list keys"),

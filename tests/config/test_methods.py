@@ -186,7 +186,7 @@ def test_log_method_names_blocks_and_next_command(file, caplog):
     with caplog.at_level("INFO", logger="finch"):
         read(["--config", str(file), "method=wise_ft+finch", "epochs=3", "output_dir=run"], FullFinetuneKeys)
     assert "method=wise_ft+finch: lr_scheduler finch.FinchLR, loss torchtune" in caplog.text
-    assert "finch wise-ft --base x --tuned run/epoch_2 --out run/wise_ft" in caplog.text
+    assert "finch average --base x --tuned run/epoch_2 --out run/wise_ft" in caplog.text
 
 
 def test_finch_methods_and_configs_show(capsys):
