@@ -20,7 +20,6 @@ _COMMANDS = {
     "train": {
         "run": ("cli.run", "train: a config's recipe on one process or several ranks"),
         "check": ("plan.commands.check", "check a run and estimate its memory, without training"),
-        "estimate": ("plan.commands.estimate", "memory, collectives and time of a step, from a step on fake tensors"),
         "sweep": ("study.commands.sweep", "train and evaluate the runs of a grid, here or as a Slurm job array"),
         "select-lr": ("study.commands.select_lr", "the largest learning rate of a sweep that forgets little"),
         "average": (
@@ -48,6 +47,7 @@ _COMMANDS = {
 """The commands by group and name: the module below ``finch``, with ``main`` and perhaps ``add_arguments``, and what it does."""
 _MODES = {
     "run": ("--slurm", "cli.slurm", "check a run's config and submit it with sbatch"),
+    "check": ("--exact", "plan.commands.estimate", "memory, collectives and time of a step, from one on fake tensors"),
     "average": (
         "--tuned DIR",
         "evaluation.commands.wise_ft",
@@ -57,6 +57,7 @@ _MODES = {
 }
 """The option that makes a command another one, of a module with its own arguments: as it is typed, that module, and what it does."""
 _OLD = {
+    "estimate": "finch check --exact",
     "wise-ft": "finch average --base A --tuned B",
     "gpu-check": "finch doctor --gpu",
     "slurm submit": "finch run --slurm CONFIG, or finch slurm --titan NAME",
@@ -67,7 +68,7 @@ _OLD = {
     "data": "python examples/translate_rows.py, in finch's repository",
 }
 """What has taken the place of commands that there were."""
-_READ_ALL = ("run", "check", "estimate")  # which read all that follows themselves
+_READ_ALL = ("run", "check")  # which read all that follows themselves
 _WITH_CONFIG = (*_READ_ALL, "slurm", "sweep")  # which take key=value and others' options
 
 

@@ -22,12 +22,15 @@ from finch.cli import main as cli
         (["check", "method=finch"], "CONFIG is missing: finch check"),
         (["check", "auto", "--model_dir", "/m"], "--model_dir is no option of torchrun; write model_dir=/m"),
         (["run", "auto", "--learning_rate=1"], "--learning_rate is no option of torchrun; use optimizer.lr"),
-        (["estimate", "--gpus", "2"], "CONFIG is missing: finch estimate CONFIG"),
+        (["check", "--exact", "--gpus", "2"], "CONFIG is missing: finch check --exact CONFIG"),
         (
-            ["estimate", "auto", "--gpus", "0"],
-            "argument --gpus: 0 must be a whole number of at least 1; see finch esti",
+            ["check", "--exact", "auto", "--gpus", "0"],
+            "argument --gpus/--nproc_per_node/--nproc-per-node: 0 must be a whole number of at least 1; see finch check",
         ),
-        (["estimate", "auto", "--matmul-tflops", "x"], "argument --matmul-tflops: x must be a number above 0; see"),
+        (
+            ["check", "--exact", "auto", "--matmul-tflops", "x"],
+            "argument --matmul-tflops: x must be a number above 0; see",
+        ),
         (["run", "qwen3/4B_finch", "epochs"], "Command-line overrides must be in the form of key=value, got epochs;"),
         (["--foo"], "finch does not take --foo; see finch --help"),
         (["list", "--show"], "argument --show: expected at least one argument; see finch list"),
@@ -45,7 +48,7 @@ def test_wrong_words_are_one_line_and_exit_code_2(capsys, words, message):
 
 
 @pytest.mark.parametrize("words", [["CONFIG"], ["--config", "CONFIG"]])
-@pytest.mark.parametrize("command", ["run", "check", "estimate", "run --slurm"])
+@pytest.mark.parametrize("command", ["run", "check", "check --exact", "run --slurm"])
 def test_config_is_an_option_or_the_first_word(capsys, command, words):
     with pytest.raises(SystemExit) as error:
         cli.main([*command.split(), *words, "epochs=1"])

@@ -38,7 +38,8 @@ Checks everything about a run that can be known without training, and prints it:
 folder, each row, steps, what will be written, and an estimate of the memory per rank. The arguments are those of `finch run`.
 Nothing is written, no weights are loaded. The exit code is 1 if something is wrong.
 
---rows N    also prints the first N rows token by token, targets in «»"""
+--rows N    also prints the first N rows token by token, targets in «»
+--exact     instead: memory, collectives and time of a step by running it on fake tensors; `finch check --exact --help`"""
 
 
 def main(_: argparse.Namespace, arguments: Sequence[str]) -> None:
@@ -316,7 +317,7 @@ class Report:
                 parts, peak = dict(step.memory), step.device_peak
         if parts is None:
             parts = dict(memory_by_formula(decoder, cfg, rows, ranks=self._ranks))
-            peak, method = parts.pop("peak"), "by a formula; `finch estimate` takes longer and is closer"
+            peak, method = parts.pop("peak"), "by a formula; `finch check --exact` takes longer and is closer"
         shards = max(1, self._ranks // cfg.data_parallel_replicate_dim)
         self._print(
             f"an estimate per rank on {device_of(cfg).type}, for {cfg.batch_size} rows of {seq} tokens, {cfg.dtype}"
