@@ -30,7 +30,6 @@ _COMMANDS = {
     "measure": {
         "chat": ("evaluation.commands.chat", "the pretrained and the tuned model's answers to a prompt, side by side"),
         "evaluate": ("evaluation.commands.evaluate", "measure what tuned models have learned and forgotten"),
-        "judge": ("evaluation.commands.judge", "score the language task with a judge behind a server"),
         "report": (
             "study.commands.report",
             "what runs have learned and what they have forgotten, as a page and tables",
@@ -53,12 +52,18 @@ _MODES = {
         "evaluation.commands.wise_ft",
         "average the folders of a pretrained and a tuned model, a run's or all of a sweep's, without evaluating them",
     ),
+    "evaluate": (
+        "--judge URL",
+        "evaluation.commands.judge",
+        "score the language task's answers by a model on a server",
+    ),
     "doctor": ("--gpu", "plan.commands.gpu_check", "check that this machine's GPUs compute a training step right"),
 }
 """The option that makes a command another one, of a module with its own arguments: as it is typed, that module, and what it does."""
 _OLD = {
     "estimate": "finch check --exact",
     "wise-ft": "finch average --base A --tuned B",
+    "judge": "finch evaluate --judge URL",
     "gpu-check": "finch doctor --gpu",
     "slurm submit": "finch run --slurm CONFIG, or finch slurm --titan NAME",
     "methods": "finch list methods",

@@ -102,6 +102,7 @@ def test_configs_cp_never_overwrites(capsys, tmp_path):
         ("slurm submit my.yaml --nodes 2", "finch run --slurm"),
         ("wise-ft --base a --tuned b --out c", "finch average --base A --tuned B"),
         ("estimate auto --gpus 8", "finch check --exact"),
+        ("judge RUN --base-url URL", "finch evaluate --judge URL"),
         ("methods", "finch list methods"),
         ("models gemma", "finch list models"),
         ("keys", "finch list keys"),

@@ -21,7 +21,7 @@ PURPOSES = {
     "torchtune": "the recipes, and the commands that read configs or weights",
     "evaluate": "finch evaluate, on lm-eval",
     "report": "finch report, and figures such as a run's loss.png",
-    "openai": "finch judge, through any server with OpenAI's protocol",
+    "openai": "finch evaluate --judge, through any server with OpenAI's protocol",
     "hf": "finch.integrations.transformers: FINCH in transformers' Trainer and TRL's SFTTrainer",
     "lightning": "finch.integrations.lightning",
     "titan": "finch.titan: FINCH inside TorchTitan",
