@@ -21,7 +21,6 @@ _COMMANDS = {
         "run": ("cli.run", "train: a config's recipe on one process or several ranks"),
         "check": ("plan.commands.check", "check a run and estimate its memory, without training"),
         "sweep": ("study.commands.sweep", "train and evaluate the runs of a grid, here or as a Slurm job array"),
-        "select-lr": ("study.commands.select_lr", "the largest learning rate of a sweep that forgets little"),
         "average": (
             "evaluation.commands.average",
             "average a run's model with its pretrained one, as far as it keeps what was learned",
@@ -57,12 +56,14 @@ _MODES = {
         "evaluation.commands.judge",
         "score the language task's answers by a model on a server",
     ),
+    "report": ("--select-lr", "study.commands.select_lr", "the largest learning rate of a sweep that forgets little"),
     "doctor": ("--gpu", "plan.commands.gpu_check", "check that this machine's GPUs compute a training step right"),
 }
 """The option that makes a command another one, of a module with its own arguments: as it is typed, that module, and what it does."""
 _OLD = {
     "estimate": "finch check --exact",
     "wise-ft": "finch average --base A --tuned B",
+    "select-lr": "finch report --select-lr",
     "judge": "finch evaluate --judge URL",
     "gpu-check": "finch doctor --gpu",
     "slurm submit": "finch run --slurm CONFIG, or finch slurm --titan NAME",

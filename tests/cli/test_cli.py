@@ -103,6 +103,7 @@ def test_configs_cp_never_overwrites(capsys, tmp_path):
         ("wise-ft --base a --tuned b --out c", "finch average --base A --tuned B"),
         ("estimate auto --gpus 8", "finch check --exact"),
         ("judge RUN --base-url URL", "finch evaluate --judge URL"),
+        ("select-lr out", "finch report --select-lr"),
         ("methods", "finch list methods"),
         ("models gemma", "finch list models"),
         ("keys", "finch list keys"),

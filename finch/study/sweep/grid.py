@@ -49,7 +49,7 @@ LOG = "lr_scheduler.log"
 DEFAULT_ALPHA = 0.5
 
 RUN, WISE_FT, SMALL_LR = "run", "wise_ft", "small_lr"
-"""Kinds of cells: a training run; an interpolation of a trained cell; a link to the trained cell that `finch select-lr` chooses."""
+"""Kinds of cells: a training run; an interpolation of a trained cell; a link to the trained cell that `finch report --select-lr` chooses."""
 
 WAITING, RUNNING, FINISHED, EVALUATED, FAILED = "waiting", "running", "finished", "evaluated", "failed"
 """A cell's status in cell.json."""
@@ -340,7 +340,7 @@ def cells_of(grid: Grid) -> list[Cell]:
     A cell of WiSE-FT depends on the cell with the same values and its method without ``wise_ft`` (sft), which is added where the grid
     does not have it. One with a label is used only where there is no other. A cell of lr_replay depends on the cell that
     ``lr_scheduler.log: {cell: VALUES}`` describes. A cell of small_lr without optimizer.lr is the SFT cell of the rate that
-    `finch select-lr` chooses, if the grid evaluates SFT cells without a label.
+    `finch report --select-lr` chooses, if the grid evaluates SFT cells without a label.
 
     Raises:
         UserError: an unknown method; no cell, or several, that a cell of lr_replay could replay.
