@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from finch.base.errors import UsageError, UserError
+from finch.base.errors import UsageError, UserError, writing
 from finch.base.extras import require_extras
 from finch.config.instantiate import find_config, grid_names, load_config
 
@@ -58,12 +58,9 @@ def copy_config(name: str, target: str | None = None, *others: str) -> None:
     text = re.sub(r"^(# yaml-language-server: \$schema=).*", rf"\g<1>{schema}", text)
     if file.exists():
         raise UserError(f"{file} exists; give another name")
-    try:
+    with writing(f"{file}", "give another path"):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{file} cannot be written ({error.strerror}); give another path") from error
     missing_keys = re.findall(r"^(\w+): \?\?\?", text, re.MULTILINE)
     overrides = "".join(f" {key}=..." for key in missing_keys)
-    start = "finch sweep" if is_grid else "finch run"
-    print(f"copied to {file}; start it with: {start} {file}{overrides}")
+    print(f"copied to {file}; start it with: finch {'sweep' if is_grid else 'run'} {file}{overrides}")

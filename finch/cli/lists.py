@@ -14,12 +14,11 @@ from finch.config.instantiate import config_names, grid_names
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", nargs="?", choices=_KINDS, metavar="KIND", help=f"{', '.join(_KINDS)}; default: all")
     parser.add_argument("word", nargs="?", default="", metavar="WORD", help="only entries that contain it")
-    texts: Any = {
-        ("NAME", "key=value"): "print a config with all defaults, changed by key=value and ~key as `finch run` would",
-        ("NAME", "FILE"): "copy a config or a grid to a file (default: its own name, in this folder)",
-    }
-    for option, (metavar, text) in zip(("--show", "--copy"), texts.items(), strict=True):
-        action: Any = parser.add_argument(option, nargs="+", metavar=metavar, help=text)
+    for option, word, text in (
+        ("--show", "key=value", "print a config with all defaults, changed by key=value and ~key as for `finch run`"),
+        ("--copy", "FILE", "copy a config or a grid to a file (default: its own name, in this folder)"),
+    ):
+        action: Any = parser.add_argument(option, nargs="+", metavar=("NAME", word), help=text)
         action.completer = lambda **_: [*config_names(), *grid_names()]
 
 

@@ -49,13 +49,9 @@ _MODES = {
     "average": (
         "--tuned DIR",
         "evaluation.commands.wise_ft",
-        "average the folders of a pretrained and a tuned model, a run's or all of a sweep's, without evaluating them",
+        "average a model, run or sweep with --base, at any alpha",
     ),
-    "evaluate": (
-        "--judge URL",
-        "evaluation.commands.judge",
-        "score the language task's answers by a model on a server",
-    ),
+    "evaluate": ("--judge URL", "evaluation.commands.judge", "score the language task by a model on a server"),
     "report": ("--select-lr", "study.commands.select_lr", "the largest learning rate of a sweep that forgets little"),
     "doctor": ("--gpu", "plan.commands.gpu_check", "check that this machine's GPUs compute a training step right"),
 }

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from finch.base.errors import UsageError, UserError
+from finch.base.errors import UsageError, UserError, writing
 from finch.cli.early_checks import config_checks, read_job
 
 SCRIPT = "finch_full_finetune.sbatch"
@@ -240,10 +240,8 @@ def submit(
     if is_dry_run:
         print(f"mkdir -p {shlex.quote(f'{run}/slurm')} && {as_shell(command, job.settings)}")
         return
-    try:
+    with writing(f"{folder_key}{run}"):
         (run / "slurm").mkdir(parents=True, exist_ok=True)  # sbatch does not create the folder of --output
-    except OSError as error:
-        raise UserError(f"{folder_key}{run} cannot be written ({error.strerror}); give another folder") from error
     number = run_sbatch(command, job.settings)
     ranks = job.ranks_per_node or "as the job has GPUs"
     nodes = job.by_name.get("nodes", 1)

@@ -21,5 +21,4 @@ def main(parsed: argparse.Namespace) -> None:
     require_extras("finch average", "torchtune")
     from finch.evaluation.wise_ft import wise_ft as interpolate
 
-    for folder in interpolate(parsed.base, parsed.tuned, parsed.alpha, parsed.out):
-        print(folder)
+    print(*interpolate(parsed.base, parsed.tuned, parsed.alpha, parsed.out), sep="\n")

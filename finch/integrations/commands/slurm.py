@@ -16,8 +16,7 @@ SCRIPT = "finch_titan.sbatch"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "finch slurm --titan NAME [--nodes N] [--gpus-per-node N] [option of sbatch or torchtitan.train ...]"
-    titan = "a config of finch.titan, or MODULE:NAME"
-    parser.add_argument("--titan", required=True, metavar="NAME", help=titan)
+    parser.add_argument("--titan", required=True, metavar="NAME", help="a config of finch.titan, or MODULE:NAME")
     parser.add_argument("--dump_folder", metavar="DIR", help="default: out/titan/NAME")
     add_script(parser)
 

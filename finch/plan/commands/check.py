@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from finch.base.errors import UserError, one_line
 from finch.base.files import existing_part, gigabytes
-from finch.cli.arguments import Parser
 from finch.cli.early_checks import build_model, config_checks, device_of, machine_checks, only_errors_logged, read_job
 from finch.cli.run import number_of_ranks, parse_arguments
 from finch.config.methods import LORA_RECIPE
@@ -42,18 +41,19 @@ Nothing is written, no weights are loaded. The exit code is 1 if something is wr
 --exact     instead: memory, collectives and time of a step by running it on fake tensors; `finch check --exact --help`"""
 
 
-def main(_: argparse.Namespace, arguments: Sequence[str]) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=int, default=0)
+
+
+def main(parsed: argparse.Namespace, words: Sequence[str]) -> None:
     """Prints the report; ends the process with 1 if a problem was found, else 0.
 
     Raises:
         UserError: a mistake in the arguments.
     """
-    if {"-h", "--help"} & set(arguments):
+    if {"-h", "--help"} & set(words):
         print(HELP)
         return
-    parser = Parser(prog="finch check", add_help=False, allow_abbrev=False)
-    parser.add_argument("--rows", type=int, default=0)
-    parsed, words = parser.parse_known_args(arguments)
     config, overrides, options = parse_arguments(words, USAGE)
     nodes, local_ranks = number_of_ranks(options)
     report = Report(config, overrides, nodes * local_ranks, parsed.rows)

@@ -38,9 +38,8 @@ COMFORTABLE_FREE_BYTES = 50 * 10**9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--full", action="store_true", help="also import torchtune, and print torch's collect_env and pip check"
-    )
+    text = "also import torchtune, and print torch's collect_env and pip check"
+    parser.add_argument("--full", action="store_true", help=text)
 
 
 def main(parsed: argparse.Namespace) -> None:

@@ -40,5 +40,4 @@ def main(args: argparse.Namespace) -> None:
     print(
         f"\noptimizer.lr={chosen.lr:g}: {chosen.reported} points of average forgetting on the documents that did not choose it"
     )
-    for run in chosen.runs:
-        print(run)
+    print(*chosen.runs, sep="\n")

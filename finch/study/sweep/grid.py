@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from finch.base import run_files
-from finch.base.errors import UserError
+from finch.base.errors import UserError, writing
 from finch.base.files import atomic_file, make_folder, write_text
 from finch.config.instantiate import did_you_mean, find_grid, load_config
 from finch.config.methods import METHODS, split_name
@@ -179,12 +179,10 @@ def write_cell(cell: Cell, *, task: str | None, status: str, source: Path | None
         "source": None if source is None else f"../{source.name}",
         "status": status,
     }
-    try:
+    with writing(f"{cell.folder}", "give another folder: out"):
         make_folder(cell.folder)
         with atomic_file(cell.folder / run_files.CELL) as partial:
             write_text(partial, json.dumps(content, indent=2) + "\n")
-    except OSError as error:
-        raise UserError(f"{cell.folder} cannot be written ({error.strerror}); give another folder: out") from error
 
 
 def read_cell(folder: Path) -> dict[str, Any]:
