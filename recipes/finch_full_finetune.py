@@ -1,6 +1,6 @@
 """Full fine-tuning with FINCH's loss-adaptive learning rate, on one process or many.
 
-finch run --config stories260k/tofu_finch data_root=DATA
+finch run stories260k/tofu_finch data_root=DATA
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ fine-tuning recipes pass every check unchanged. Start one by its path, or copy i
 
 ```bash
 tune cp llama3_1/8B_full my.yaml
-finch run --nproc_per_node 8 --config my.yaml
+finch run --nproc_per_node 8 my.yaml
 ```
 
 This is plain fine-tuning with a constant learning rate or torchtune's schedule; `method=finch` makes it FINCH.

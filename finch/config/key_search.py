@@ -159,7 +159,7 @@ def recipe_help(recipe: str, model: type[Keys]) -> str:
         )
         for title, section in sections.items()
     )
-    return f"""usage: finch run [TORCHRUN-OPTIONS] --config NAME_OR_PATH [key=value ...] [~key] [method=NAME]
+    return f"""usage: finch run [TORCHRUN-OPTIONS] NAME_OR_PATH [key=value ...] [~key] [method=NAME]
    or: tune run [TORCHRUN-OPTIONS] {recipe} --config NAME_OR_PATH [key=value ...] [~key] [method=NAME]
 
   --config NAME_OR_PATH     a YAML file, or the name of a config that comes with finch: `finch list configs`
