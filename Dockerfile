@@ -17,6 +17,6 @@ COPY slurm slurm
 RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" "$(grep '^torch==' constraints.txt)" \
     && pip install --no-cache-dir -c constraints.txt '.[torchtune,evaluate,report]'
 
-# As any user, with the folder of the job mounted: docker run --gpus all -v "$PWD:$PWD" -w "$PWD" finch run --config auto ...
+# As any user, with the folder of the job mounted: docker run --gpus all -v "$PWD:$PWD" -w "$PWD" finch run auto ...
 WORKDIR /work
 ENTRYPOINT ["finch"]

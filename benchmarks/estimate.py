@@ -1,4 +1,4 @@
-"""The peak memory of a real training step on the CPU against `finch estimate`, on one process or several:
+"""The peak memory of a real training step on the CPU against `finch check --exact`, on one process or several:
 
 python -m benchmarks.estimate smollm2/135M_finch model_dir=DIR ...
 torchrun --nproc_per_node 2 -m benchmarks.estimate stories260k/tofu_finch data_root=DATA

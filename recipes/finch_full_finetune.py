@@ -1,6 +1,6 @@
 """Full fine-tuning with FINCH's loss-adaptive learning rate, on one process or many.
 
-finch run --config stories260k/tofu_finch data_root=DATA
+finch run stories260k/tofu_finch data_root=DATA
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FinchFullFinetune(FTRecipeInterface):
     The learning rate of a step comes from the loss of that step (``lr_scheduler: finch.FinchLR``); torchtune's schedulers and a
     constant learning rate work as well. Samples have one global order, so that a run is the same on any number of ranks, and
     a checkpoint resumes it exactly. All that happens around a step (validation, probes, signals, what a user adds) is a hook, see
-    :mod:`finch.training.hooks`. `finch keys` lists the config's keys; docs/recipe.md explains a step, an epoch and a resume.
+    :mod:`finch.training.hooks`. `finch list keys` lists the config's keys; docs/recipe.md explains a step, an epoch and a resume.
 
     Args:
         cfg: a config that :func:`finch.config.parser.parse` has checked.

@@ -1,7 +1,7 @@
 """LoRA fine-tuning with FINCH's loss-adaptive learning rate: finch_full_finetune's loop on torchtune's LoRA modules.
 
-finch run --config qwen3/4B_finch method=finch+lora
-finch run --nproc_per_node 2 --config my_lora.yaml
+finch run qwen3/4B_finch method=finch+lora
+finch run --nproc_per_node 2 my_lora.yaml
 """
 
 from __future__ import annotations

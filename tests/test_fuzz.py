@@ -378,7 +378,7 @@ def test_model_folders(part, fuzz, base_folder, rows_file):
             content = file.read_bytes()
             head = min(len(content), 2000)  # where the header is
             file.write_bytes(mangled(content[:head], rng) + content[head:])
-        average = ["wise-ft", "--base", "kept/base", "--tuned", "case/model", "--alpha", "0.5", "--out", "case/out"]
+        average = ["average", "--base", "kept/base", "--tuned", "case/model", "--alpha", "0.5", "--out", "case/out"]
         return [["check", "--config", "auto", "model_dir=case/model", f"data_files={rows_file}"], average]
 
     for number in cases(part, 100):

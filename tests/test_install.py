@@ -130,16 +130,16 @@ def test_core_needs_torch_alone(wheel, venv):
     venv("python", "-c", STEP)
     venv("python", "-c", "import omegaconf", code=1)
     assert "finch " in venv("finch", "--version")
-    assert "talr " in venv("finch", "methods")
-    assert "qwen3/4B_finch " in venv("finch", "configs")
+    assert "talr " in venv("finch", "list", "methods")
+    assert "qwen3/4B_finch " in venv("finch", "list", "configs")
     assert "torchtune    not installed" in venv("finch", "doctor", code=int(shutil.disk_usage("/").free < 50e9))
     for command in (
         ("python", "-m", "finch_full_finetune", "--config", "qwen3/4B_finch"),
         ("python", "-m", "finch_lora_finetune", "--config", "qwen3/4B_finch"),
-        ("finch", "configs", "show", "qwen3/4B_finch"),
-        ("finch", "keys"),
-        ("finch", "slurm", "submit", "qwen3/4B_finch", "--dry-run"),
-        ("finch", "wise-ft", "--base", "base", "--tuned", "tuned", "--out", "out"),
+        ("finch", "list", "--show", "qwen3/4B_finch"),
+        ("finch", "list", "keys"),
+        ("finch", "run", "--slurm", "qwen3/4B_finch", "--dry-run"),
+        ("finch", "average", "--base", "base", "--tuned", "tuned", "--out", "out"),
     ):
         (line,) = venv(*command, code=1).strip().splitlines()
         assert line.startswith("finch: error: ")
@@ -179,8 +179,8 @@ def test_wheel_finds_recipe_and_configs_away_from_checkout(wheel, tmp_path):
 
     origin = python("-c", "import finch, finch_full_finetune; print(finch.__file__, finch_full_finetune.__file__)")
     assert origin.count(str(site)) == 2, origin
-    assert "qwen3/4B_finch  " in python("-m", "finch.cli", "configs")
-    submit = ("slurm", "submit", "qwen3/4B_finch", "--dry-run", f"output_dir={tmp_path / 'run'}")
+    assert "qwen3/4B_finch  " in python("-m", "finch.cli", "list", "configs")
+    submit = ("run", "--slurm", "qwen3/4B_finch", "--dry-run", f"output_dir={tmp_path / 'run'}")
     assert f" output_dir={tmp_path / 'run'}\n" in python("-m", "finch.cli", *submit)
     # The name resolves, the config passes, its components are found: the first error is the missing model.
     tune = ("-m", "torchtune._cli.tune", "run", "finch_full_finetune", "--config", "qwen3/4B_finch")

@@ -18,7 +18,7 @@ from finch.config.key_search import OTHER_NAMES
 from finch.config.schema import ALIASES, UNSUPPORTED_KEYS, LoraFinetuneKeys, keys
 
 _OTHER_VALUES = {
-    "dataset": "a block with `data_files`, or `data_files=FILE` with `--config auto`; there it is a name",
+    "dataset": "a block with `data_files`, or `data_files=FILE` with `auto`; there it is a name",
     "device": "`auto`, `cpu`, `cuda` or `cuda:N`",
     "dtype": "`fp32`, `bf16`, `bf16_mixed` or `bf16_stochastic`",
     "lr_scheduler": "`method=sft` for cosine, `method=finch`, or a block",
@@ -27,7 +27,7 @@ _OTHER_VALUES = {
 }
 """Keys that finch and another trainer have under one name, but with other values."""
 
-_AUTO = {"use checkpointer.checkpoint_dir and model": "; with `--config auto` only `model_dir`"}
+_AUTO = {"use checkpointer.checkpoint_dir and model": "; with `auto` only `model_dir`"}
 
 # axolotl's src/axolotl/utils/schemas and LLaMA-Factory's src/llamafactory/hparams, July and August 2026, and transformers' TrainingArguments.
 _AXOLOTL = """activation_checkpointing adam_beta1 adam_beta2 adam_epsilon adapter attn_implementation base_model bf16
@@ -158,7 +158,7 @@ This is in {trainer.title}:
 and this in finch, where `model_dir` is a Hugging Face folder on this machine (`hf download Qwen/Qwen3-4B --local-dir Qwen3-4B`):
 
 ```bash
-{wrapped(f"finch run --config auto {trainer.ours}")}
+{wrapped(f"finch run auto {trainer.ours}")}
 ```
 
 `finch check` with the same arguments checks the run without training. What is not given is chosen by looking at the model and the rows, and printed.
@@ -178,7 +178,7 @@ A key of {trainer.title} on finch's command line ends in an error that names fin
 |---|---|
 {chr(10).join(rows)}
 
-The same in both: {", ".join(f"`{name}`" for name in same)}. A key that is not here has no translation; `finch keys WORD` searches finch's.
+The same in both: {", ".join(f"`{name}`" for name in same)}. A key that is not here has no translation; `finch list keys WORD` searches finch's.
 """
 
 
@@ -197,8 +197,8 @@ finch's recipes read torchtune's configs. The text configs of full fine-tuning t
 
 ```bash
 tune cp llama3_1/8B_full my.yaml
-finch run --nproc_per_node 8 --config my.yaml                 # as it is: torchtune's schedule
-finch run --nproc_per_node 8 --config my.yaml method=finch    # FINCH
+finch run --nproc_per_node 8 my.yaml                 # as it is: torchtune's schedule
+finch run --nproc_per_node 8 my.yaml method=finch    # FINCH
 ```
 
 `tune run finch_full_finetune` and `tune run finch_lora_finetune` start the same recipes. To keep a recipe of your own, see
@@ -222,7 +222,7 @@ With the value in the second column they do nothing, and are accepted.
 
 ## Keys that torchtune does not have
 
-{ours}. `finch keys` describes them.
+{ours}. `finch list keys` describes them.
 """
 
 

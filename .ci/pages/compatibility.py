@@ -95,7 +95,7 @@ fine-tuning recipes pass every check unchanged. Start one by its path, or copy i
 
 ```bash
 tune cp llama3_1/8B_full my.yaml
-finch run --nproc_per_node 8 --config my.yaml
+finch run --nproc_per_node 8 my.yaml
 ```
 
 This is plain fine-tuning with a constant learning rate or torchtune's schedule; `method=finch` makes it FINCH.
@@ -117,7 +117,7 @@ finch trains text decoders:
 
 ## Keys of torchtune's recipes that are refused
 
-A config may name them with the value in the second column. `finch keys` lists all other keys.
+A config may name them with the value in the second column. `finch list keys` lists all other keys.
 
 | key | accepted | otherwise |
 |---|---|---|

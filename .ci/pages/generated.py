@@ -29,8 +29,8 @@ def pages() -> dict[str, str]:
 
 def keys_page() -> str:
     text = [
-        "# Keys of a config\n\nFrom the schema that checks every config. `finch keys WORD` searches the same list in a terminal. "
-        "A key is set in the file or on the command line: `finch run --config NAME epochs=3 optimizer.lr=1e-5`.\n"
+        "# Keys of a config\n\nFrom the schema that checks every config. `finch list keys WORD` searches the same list in a terminal. "
+        "A key is set in the file or on the command line: `finch run NAME epochs=3 optimizer.lr=1e-5`.\n"
     ]
     for title, model in {**SECTIONS, "LoRA": Lora}.items():
         text += [f"## {title}\n", table(shown_keys(model))]

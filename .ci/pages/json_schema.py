@@ -50,7 +50,7 @@ class Grid(Keys):
     recipe: Literal["finch_full_finetune", "finch_lora_finetune"] | None = None
     """null: by each cell's model"""
     config: str
-    """a file, or a name of `finch configs`"""
+    """a file, or a name of `finch list configs`"""
     out: str
     """each cell is a folder in it"""
     keep: Literal["all", "best", "last"] = "all"
@@ -89,7 +89,7 @@ def config_schema() -> Json:
     """
     schema = LoraFinetuneKeys.model_json_schema()
     schema["properties"] |= {
-        "method": {"type": "string", "description": "a method by name, or several joined by +: `finch methods`"},
+        "method": {"type": "string", "description": "a method by name, or several joined by +: `finch list methods`"},
         "auto": {"type": "string", "description": "a function that completes the config, as configs/auto.yaml has it"},
         **{name: {"const": key.no_op_value, "description": key.remedy} for name, key in UNSUPPORTED_KEYS.items()},
         **{alias: schema["properties"][key] for alias, key in ALIASES.items()},

@@ -2,9 +2,9 @@
 
     python -m benchmarks.speed.gpu [--quick] [--device cpu] [--out FOLDER]
 
-Needs no weights and no network; the page is that of `finch gpu-check`, speed.json and speed.md. Qwen3-1.7B, 0.6B or less is taken where 4B
+Needs no weights and no network; the page is that of `finch doctor --gpu`, speed.json and speed.md. Qwen3-1.7B, 0.6B or less is taken where 4B
 does not fit, and the page says so; a tiny model on the CPU. The share of the matrix rate counts what finch's own step needs for every
-contender. Expected seconds are `finch estimate`'s at the rates that this machine has just shown: the least that a step can take. Contenders
+contender. Expected seconds are `finch check --exact`'s at the rates that this machine has just shown: the least that a step can take. Contenders
 that are not installed are named and left out. TRL is padded unless flash-attn is installed. The first lines say what cuDNN's attention
 costs where lengths change.
 """
@@ -178,7 +178,7 @@ def choose_model(check: Check, dtype: str) -> Model | None:
 def _measure(
     check: Check, model: Model, dtype: str, contender: Contender, mean: int
 ) -> tuple[dict[str, Any], StepEstimate | None]:
-    """What the contender's process reports and, computed meanwhile, what `finch estimate` says of finch's step."""
+    """What the contender's process reports and, computed meanwhile, what `finch check --exact` says of finch's step."""
     folder = Path(tempfile.mkdtemp(dir=check.folder))
     changes, vocab_size = {**contender.changes}, model.sizes["vocab_size"]
     changes["tokenizer"] = {"_component_": f"{__name__}.no_tokenizer", "vocab_size": vocab_size}
@@ -228,10 +228,10 @@ def _record(
     if estimate is not None:
         limits = rates.seconds(estimate)
         bound = max(limits, key=limits.__getitem__)
-        note = f"at least, bound by {bound}: finch estimate"
+        note = f"at least, bound by {bound}: finch check --exact"
         check.measured(f"{name}: seconds per step", seconds / steps, expected=limits[bound], note=note)
     is_cuda = result["launches"] is not None
-    peak, note = (estimate.device_peak / 1e9, "finch estimate") if estimate and is_cuda else (None, "")
+    peak, note = (estimate.device_peak / 1e9, "finch check --exact") if estimate and is_cuda else (None, "")
     check.measured(f"{name}: peak memory, GB", result["peak_bytes"] / 1e9, expected=peak, note=note)
     if is_cuda:
         check.measured(f"{name}: kernels, copies and fills per step", result["launches"])

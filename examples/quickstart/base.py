@@ -46,7 +46,7 @@ CONFIG: dict[str, Any] = {
 
 
 def run_side_by_side(*runs: tuple[str, Path, list[str]]) -> None:
-    """``finch run --config CONFIG output_dir=OUTPUT OVERRIDE ...`` of each run, with stdout and stderr in OUTPUT.log.
+    """``finch run CONFIG output_dir=OUTPUT OVERRIDE ...`` of each run, with stdout and stderr in OUTPUT.log.
 
     The runs train side by side on one thread each: the model is too small for more, and the numbers do not depend on the machine's cores.
 

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,15 @@ class UsageError(UserError):
     """Words of a command that it does not take, or that are missing. The exit code is 2, as argparse's."""
 
     exit_code = 2
+
+
+@contextlib.contextmanager
+def writing(place: str, remedy: str = "give another folder", kind: type[UserError] = UserError) -> Iterator[None]:
+    """Raises a UserError of the ``kind`` for an OSError of the block: ``place``, as the user gave it, cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{place} cannot be written ({error.strerror or error}); {remedy}") from error
 
 
 class Unavailable(UserError):

@@ -80,7 +80,7 @@ def chosen_model(run: Path) -> Path | None:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """What a folder stands for where a model is asked for: RUN/average for its model, a sweep for its trained cells, what `finch wise-ft` wrote for
+    """What a folder stands for where a model is asked for: RUN/average for its model, a sweep for its trained cells, averages of two folders for
     its models; else itself."""
     if (folder / "model" / HF_CONFIG).is_file() and not (folder / HF_CONFIG).is_file():
         return [folder / "model"]

@@ -31,9 +31,8 @@ class Parser(argparse.ArgumentParser):
         if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             # Python's versions differ in whether the choices are quoted.
             known = re.findall(r"[\w.-]+", found[2])
-            message = (
-                f"{self.prog} {found[1]} does not exist" if "COMMAND" in message or "ACTION" in message else message
-            )
+            is_word = re.search("COMMAND|KIND|ACTION", message)
+            message = f"{self.prog} {found[1]} does not exist" if is_word else message
             message += did_you_mean(found[1], known) if "choose from" not in message else ""
         elif found := re.match(r"unrecognized arguments: (\S+)", message):
             known = [option for action in self._actions for option in action.option_strings]
@@ -87,11 +86,11 @@ def names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def containing(word: str, texts: Mapping[str, str], what: str) -> list[str]:
-    """The texts that contain a word, whatever its case. Raises UserError if none does; names the nearest name."""
-    found = [text for text in texts.values() if word.lower() in text.lower()]
+def containing(word: str, texts: Mapping[str, str], what: str) -> dict[str, str]:
+    """The texts that contain a word, whatever its case, by name. Raises UserError if none does; names the nearest name."""
+    found = {name: text for name, text in texts.items() if word.lower() in text.lower()}
     if not found:
-        raise UserError(f"no {what} contains {word}{did_you_mean(word, texts) or f'; `finch {what}s` lists them'}")
+        raise UserError(f"no {what} contains {word}{did_you_mean(word, texts) or f'; `finch list {what}s` has all'}")
     return found
 
 

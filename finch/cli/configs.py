@@ -1,61 +1,33 @@
-"""`finch configs`: the configs and grids that come with finch."""
+"""What `finch list` shows and copies: the configs and grids that come with finch."""
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 from typing import Any
 
-from finch.base.errors import UsageError, UserError
+from finch.base.errors import UsageError, UserError, writing
 from finch.base.extras import require_extras
-from finch.config.instantiate import config_names, find_config, grid_names, load_config
+from finch.config.instantiate import find_config, grid_names, load_config
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    actions.add_parser("list", help="list the names with a description (the default)")
-    show = actions.add_parser("show", help="print a config, references resolved and defaults filled in")
-    show.add_argument("name", help="as finch configs lists it, or a file")
-    show.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="as for `finch run`, ~key included")
-    copy = actions.add_parser("cp", help="copy a config to a file")
-    copy.add_argument("name", help="as finch configs lists it, or a file")
-    copy.add_argument("file", type=Path)
-    for action in (show, copy):  # shells complete it
-        name: Any = next(each for each in action._actions if each.dest == "name")
-        name.completer = lambda **_: [*config_names(), *grid_names()]
-
-
-def main(parsed: argparse.Namespace) -> None:
-    """Shows or copies a config, or lists all."""
-    {"show": show_config, "cp": copy_config}.get(parsed.action, list_configs)(parsed)
-
-
-def list_configs(_: argparse.Namespace) -> None:
-    """Prints each config's name and what it is, then those of the grids for `finch sweep`."""
-    names = {**config_names(), **grid_names()}
-    for name, path in names.items():
-        header = path.read_text(encoding="utf-8").splitlines()[1].removeprefix("#").strip()  # below the schema's path
-        print(f"{name:<{max(map(len, names))}}  {header}")
-
-
-def show_config(parsed: argparse.Namespace) -> None:
-    """Prints the config as a run would see it; a missing value as ``<key>``."""
-    require_extras("finch configs show", "torchtune")
+def show_config(name: str, *words: str) -> None:
+    """Prints a config, changed by ``key=value`` and ``~key``, as a run would see it; a missing value as ``<key>``."""
+    require_extras("finch list --show", "torchtune")
     from omegaconf import OmegaConf
 
     from finch.config.parser import complete, merge, named_errors, readable, recipe_of
     from finch.config.schema import RECIPES
     from finch.config.validation import check, drop_null_blocks, fill_in
 
-    if parsed.name in grid_names():
-        if parsed.overrides:
+    if name in grid_names():
+        if words:
             raise UsageError(
-                f"{parsed.name} is a grid, shown as it is; finch sweep {parsed.name} --dry-run {' '.join(parsed.overrides)} lists its cells"
+                f"{name} is a grid, shown as it is; finch sweep {name} --dry-run {' '.join(words)} lists its cells"
             )
-        print(grid_names()[parsed.name].read_text(encoding="utf-8"), end="")
+        print(grid_names()[name].read_text(encoding="utf-8"), end="")
         return
-    path, overrides = find_config(parsed.name), readable(parsed.overrides)
+    path, overrides = find_config(name), readable(list(words))
     with named_errors(path):
         file_cfg = load_config(path)
         cfg, is_changed = file_cfg, bool(overrides) or "method" in file_cfg
@@ -73,22 +45,22 @@ def show_config(parsed: argparse.Namespace) -> None:
         print(OmegaConf.to_yaml(cfg, resolve=True), end="")
 
 
-def copy_config(parsed: argparse.Namespace) -> None:
-    """Copies a config or a grid to a new file."""
-    is_grid = parsed.name in grid_names()
-    source = grid_names()[parsed.name] if is_grid else find_config(parsed.name)
+def copy_config(name: str, target: str | None = None, *others: str) -> None:
+    """Copies a config or a grid to a new file, by default of its own name."""
+    if others:
+        raise UsageError(f"finch list --copy does not take {others[0]}; see finch list --help")
+    is_grid = name in grid_names()
+    source = grid_names()[name] if is_grid else find_config(name)
+    file = Path(target or source.name)
     text = source.read_text(encoding="utf-8")
     schema = Path(__file__).parents[1] / "config" / f"{'grid' if is_grid else 'finch'}.schema.json"
     # In the packaged file this path is relative, and would lead nowhere from the copy's folder.
     text = re.sub(r"^(# yaml-language-server: \$schema=).*", rf"\g<1>{schema}", text)
-    if parsed.file.exists():
-        raise UserError(f"{parsed.file} exists; give another name")
-    try:
-        parsed.file.parent.mkdir(parents=True, exist_ok=True)
-        parsed.file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{parsed.file} cannot be written ({error.strerror}); give another path") from error
+    if file.exists():
+        raise UserError(f"{file} exists; give another name")
+    with writing(f"{file}", "give another path"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
     missing_keys = re.findall(r"^(\w+): \?\?\?", text, re.MULTILINE)
     overrides = "".join(f" {key}=..." for key in missing_keys)
-    start = "finch sweep" if is_grid else "finch run --config"
-    print(f"copied to {parsed.file}; start it with: {start} {parsed.file}{overrides}")
+    print(f"copied to {file}; start it with: finch {'sweep' if is_grid else 'run'} {file}{overrides}")

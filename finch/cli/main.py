@@ -20,50 +20,57 @@ _COMMANDS = {
     "train": {
         "run": ("cli.run", "train: a config's recipe on one process or several ranks"),
         "check": ("plan.commands.check", "check a run and estimate its memory, without training"),
-        "estimate": ("plan.commands.estimate", "memory, collectives and time of a step, from a step on fake tensors"),
         "sweep": ("study.commands.sweep", "train and evaluate the runs of a grid, here or as a Slurm job array"),
-        "select-lr": ("study.commands.select_lr", "the largest learning rate of a sweep that forgets little"),
         "average": (
             "evaluation.commands.average",
             "average a run's model with its pretrained one, as far as it keeps what was learned",
         ),
-        "wise-ft": (
-            "evaluation.commands.wise_ft",
-            "interpolate between the pretrained and the tuned model's weights",
-        ),
     },
     "measure": {
-        "chat": (
-            "evaluation.commands.chat",
-            "the pretrained and the tuned model's answers to a prompt, side by side",
-        ),
+        "chat": ("evaluation.commands.chat", "the pretrained and the tuned model's answers to a prompt, side by side"),
         "evaluate": ("evaluation.commands.evaluate", "measure what tuned models have learned and forgotten"),
-        "judge": ("evaluation.commands.judge", "score the language task with a judge behind a server"),
         "report": (
             "study.commands.report",
             "what runs have learned and what they have forgotten, as a page and tables",
         ),
     },
     "look up": {
-        "configs": ("cli.configs", "list, show and copy the configs and grids that come with finch"),
-        "keys": ("cli.lists", "list a config's keys: values, default, description"),
-        "methods": ("cli.lists", "list the methods that method=NAME trains with"),
-        "models": ("cli.lists", "list the model families that can be trained"),
+        "list": ("cli.lists", "methods, models, and the keys of a config; configs, to be shown and copied"),
     },
     "machine and cluster": {
         "doctor": ("plan.commands.doctor", "check the installed packages and the machine"),
-        "gpu-check": (
-            "plan.commands.gpu_check",
-            "check that GPUs compute a training step right",
-        ),
-        "slurm": ("cli.slurm", "run as Slurm jobs"),
+        "slurm": ("integrations.commands.slurm", "submit a run of TorchTitan as a Slurm job"),
     },
 }
 """The commands by group and name: the module below ``finch``, with ``main`` and perhaps ``add_arguments``, and what it does."""
-_MOVED = {
-    "data": "finch data translate is now a script in finch's repository: python examples/translate_rows.py, with the same options"
+_MODES = {
+    "run": ("--slurm", "cli.slurm", "check a run's config and submit it with sbatch"),
+    "check": ("--exact", "plan.commands.estimate", "memory, collectives and time of a step, from one on fake tensors"),
+    "average": (
+        "--tuned DIR",
+        "evaluation.commands.wise_ft",
+        "average a model, run or sweep with --base, at any alpha",
+    ),
+    "evaluate": ("--judge URL", "evaluation.commands.judge", "score the language task by a model on a server"),
+    "report": ("--select-lr", "study.commands.select_lr", "the largest learning rate of a sweep that forgets little"),
+    "doctor": ("--gpu", "plan.commands.gpu_check", "check that this machine's GPUs compute a training step right"),
 }
-_READ_ALL = ("run", "check", "estimate")  # which read all that follows themselves
+"""The option that makes a command another one, of a module with its own arguments: as it is typed, that module, and what it does."""
+_OLD = {
+    "estimate": "finch check --exact",
+    "wise-ft": "finch average --base A --tuned B",
+    "select-lr": "finch report --select-lr",
+    "judge": "finch evaluate --judge URL",
+    "gpu-check": "finch doctor --gpu",
+    "slurm submit": "finch run --slurm CONFIG, or finch slurm --titan NAME",
+    "methods": "finch list methods",
+    "models": "finch list models",
+    "keys": "finch list keys",
+    "configs": "finch list configs, finch list --show NAME or finch list --copy NAME",
+    "data": "python examples/translate_rows.py, in finch's repository",
+}
+"""What has taken the place of commands that there were."""
+_READ_ALL = ("run", "check")  # which read all that follows themselves
 _WITH_CONFIG = (*_READ_ALL, "slurm", "sweep")  # which take key=value and others' options
 
 
@@ -74,10 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     # A shell that completes passes no arguments; what has been typed is in COMP_LINE.
     typed = os.environ["COMP_LINE"].split()[1:] if "_ARGCOMPLETE" in os.environ else arguments
-    name = next((word for word in typed if not word.startswith("-")), None)
-    if name in _MOVED:
-        raise UsageError(_MOVED[name])
-    parser, commands, module = build_parser(name)
+    name, *more = [*(word for word in typed if not word.startswith("-")), None]
+    for old in {name, f"{name} {more[0]}"} & _OLD.keys() if more else ():
+        raise UsageError(f"finch {old} is now {_OLD[old]}")
+    parser, commands, module = build_parser(name, typed)
     complete_in_shell(parser, {name: commands[name] for name in _WITH_CONFIG})
     parsed, rest = parser.parse_known_args(arguments)
     if parsed.command in _WITH_CONFIG:
@@ -93,9 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def build_parser(
-    chosen: str | None = None,
+    chosen: str | None = None, words: Sequence[str] = ()
 ) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser], Any]:
-    """The parser of `finch`, those of its commands by their names, and the module of the ``chosen`` one, which alone has its arguments."""
+    """The parser of `finch`, those of its commands by their names, and the module of the ``chosen`` one, which alone has its arguments: those that belong
+    to the ``words`` that are typed."""
     helps = {group: {name: text for name, (_, text) in commands.items()} for group, commands in _COMMANDS.items()}
     parser = CommandsParser(
         helps,
@@ -107,14 +115,28 @@ def build_parser(
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     module = None
     for name, (path, text) in {name: each for group in _COMMANDS.values() for name, each in group.items()}.items():
-        # An abbreviation would take an option that belongs to torchrun or sbatch. Commands of _READ_ALL print
-        # a help of their own.
+        option, mode, mode_text = _MODES.get(name, ("", "", ""))
+        flag, _, metavar = option.partition(" ")
+        is_mode = name == chosen and flag in [word.partition("=")[0] for word in words]
+        if is_mode:
+            path, text = mode, mode_text
         command = subparsers.add_parser(
-            name, help=text, description=text.capitalize() + ".", add_help=name not in _READ_ALL, allow_abbrev=False
+            name,
+            prog=f"finch {name} {option}" if is_mode else None,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            # Commands of _READ_ALL print a help of their own.
+            add_help=is_mode or name not in _READ_ALL,
+            # An abbreviation would take an option that belongs to torchrun or sbatch.
+            allow_abbrev=False,
         )
         if name == chosen:
             if name in _READ_ALL:
                 require_extras(f"finch {name}", "torchtune")
             module = importlib.import_module(f"finch.{path}")
             getattr(module, "add_arguments", lambda _: None)(command)
+            if flag:
+                kind: Any = {"metavar": metavar} if metavar else {"action": "store_true"}
+                note = argparse.SUPPRESS if is_mode else f"{mode_text}; see finch {name} {option} --help"
+                command.add_argument(flag, help=note, **kind)
     return parser, subparsers.choices, module

@@ -35,12 +35,13 @@ HELP = f"""usage: {USAGE}
 
 Trains with the recipe for the config's model: finch_full_finetune, or finch_lora_finetune for a model with LoRA layers.
 
-  CONFIG, --config CONFIG   a YAML file, or the name of a config that comes with finch: `finch configs`
+  CONFIG, --config CONFIG   a YAML file, or the name of a config that comes with finch: `finch list configs`
   --nproc_per_node N        ranks on this machine: a number, gpu (one per GPU) or auto (default: 1, in this process)
   --restarts N              starts the ranks again, at most N times, from the last checkpoint where one fails or hangs
+  --slurm                   submits the run with sbatch: `finch run --slurm --help`
   --nnodes, --rdzv_...      several machines, and all other options of torchrun: `torchrun --help`
-  key=value, ~key           sets or removes a key: `finch keys`
-  method=NAME               trains with a method: `finch methods`
+  key=value, ~key           sets or removes a key: `finch list keys`
+  method=NAME               trains with a method: `finch list methods`
 
 `finch check` takes the same arguments, checks everything and trains nothing."""
 

@@ -1,4 +1,4 @@
-"""`finch slurm submit`: checks a run's config, or a run of TorchTitan, then submits its sbatch script with the run's arguments.
+"""`finch run --slurm`: checks a run's config, then submits its sbatch script with the run's arguments.
 
 The script itself stays as it is: sbatch's command line has precedence over ``#SBATCH`` lines, and the script takes its
 settings from environment variables.
@@ -7,7 +7,6 @@ settings from environment variables.
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import re
 import shlex
@@ -17,11 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from finch.base.errors import UsageError, UserError
-from finch.base.extras import require_extras
+from finch.base.errors import UsageError, UserError, writing
 from finch.cli.early_checks import config_checks, read_job
 
-SCRIPT, TITAN_SCRIPT = "finch_full_finetune.sbatch", "finch_titan.sbatch"
+SCRIPT = "finch_full_finetune.sbatch"
 SCRIPT_FOLDERS = [
     Path(__file__).parents[1] / "slurm_scripts",  # in an installed wheel
     Path(__file__).parents[2] / "slurm",  # in a checkout
@@ -37,23 +35,20 @@ _MIN_TRAINING_S = 60  # a job needs longer before the warning of its time limit,
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``submit`` itself. CONFIG, overrides and sbatch's options are what the parser leaves over."""
-    parser = parser.add_subparsers(dest="action", metavar="ACTION", required=True).add_parser(
-        "submit",
-        help="check a run and submit it with sbatch",
-        usage="finch slurm submit {CONFIG | --titan NAME} [--nodes N] [--gpus-per-node N] [option of sbatch ...] [key=value ...]",
-        allow_abbrev=False,
-    )
+    """The options of the command itself. CONFIG, overrides and sbatch's options are what the parser leaves over."""
+    parser.usage = "finch run --slurm CONFIG [--nodes N] [--gpus-per-node N] [option of sbatch ...] [key=value ...]"
     parser.epilog = (
-        "CONFIG is a path or a name of `finch configs`; key=value and ~key change it, as for `finch run`. All other options are "
+        "CONFIG is a path or a name of `finch list configs`; key=value and ~key change it, as for `finch run`. All other options are "
         "sbatch's and are passed on unchanged: --nodes, --gpus-per-node (default: 1; 0: train on CPU), --time, --partition, ... "
         "A value with = in it needs the form --option=value. The script's settings are environment variables, such as "
         "FINCH_CONTAINER; its first lines list them."
     )
-    parser.add_argument(
-        "--titan", metavar="NAME", help="a run of TorchTitan instead of CONFIG: a config of finch.titan, or MODULE:NAME"
-    )
     parser.add_argument("--config", metavar="CONFIG", help="also the first word")
+    add_script(parser)
+
+
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """The options of all jobs."""
     parser.add_argument("--script", metavar="FILE", help="your own copy of the script")
     parser.add_argument("--dry-run", action="store_true", help="print the sbatch command and submit nothing")
 
@@ -68,14 +63,10 @@ def main(args: argparse.Namespace, rest: Sequence[str]) -> None:
     Raises:
         UserError: a mistake in the config or the options; no Slurm on this machine; sbatch fails.
     """
-    if args.titan:
-        submit_titan(args, rest)
-        return
-    require_extras("finch slurm submit", "torchtune")
     given, words = split_options(rest)
     words = [args.config, *words] if args.config else words
     if not words:
-        raise UsageError("CONFIG is missing: finch slurm submit CONFIG [option of sbatch ...] [key=value ...]")
+        raise UsageError("CONFIG is missing: finch run --slurm CONFIG [option of sbatch ...] [key=value ...]")
     config, overrides = absolute(words[0]), words[1:]
     script, text = read_script(SCRIPT, args.script)
     job = complete_options(given, text, is_own_script=bool(args.script))
@@ -87,40 +78,7 @@ def main(args: argparse.Namespace, rest: Sequence[str]) -> None:
     run = Path(os.path.abspath(cfg.output_dir))
     overrides = [f"output_dir={run}", *(word for word in overrides if not word.startswith("output_dir="))]
     end = "saves and ends the job; the same command resumes the run"
-    _submit(job, script, [config, *overrides], run, "output_dir=", end, is_dry_run=args.dry_run)
-
-
-def submit_titan(args: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Submits a run of TorchTitan; otherwise as :func:`main`.
-
-    Args:
-        args: ``titan`` is a config of finch.titan, or MODULE:NAME.
-        rest: arguments of torchtitan.train and options of sbatch, in any order. TorchTitan's are those with a dot or an underscore.
-
-    Raises:
-        UserError: an unknown config, a word that belongs to neither; no Slurm on this machine; sbatch fails.
-    """
-    module, _, name = args.titan.rpartition(":")
-    known = _titan_configs()
-    if not module and name not in known:
-        raise UserError(
-            f"--titan {name}: there is no such config; there are {', '.join(known)}, and MODULE:NAME names one of yours"
-        )
-    arguments, words = _split_titan_arguments(rest)
-    given, others = split_options(words)
-    if others:
-        raise UserError(
-            f"{others[0]} is no option of sbatch or torchtitan.train; options of TorchTitan have the form --training.steps=100"
-        )
-    script, text = read_script(TITAN_SCRIPT, args.script)
-    job = complete_options(given, text, is_own_script=bool(args.script))
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--dump_folder", default=f"out/titan/{name}")
-    parsed, arguments = parser.parse_known_args(arguments)
-    run = Path(os.path.abspath(parsed.dump_folder))
-    words = [module or "finch.titan", name, str(run), *arguments]
-    end = "ends the job; the same command resumes from the last checkpoint"
-    _submit(job, script, words, run, "--dump_folder ", end, is_dry_run=args.dry_run)
+    submit(job, script, [config, *overrides], run, "output_dir=", end, is_dry_run=args.dry_run)
 
 
 @dataclass(frozen=True)
@@ -273,7 +231,7 @@ def absolute(config: str) -> str:
     return os.path.abspath(config) if Path(config).is_file() else config
 
 
-def _submit(
+def submit(
     job: JobOptions, script: Path, words: Sequence[str], run: Path, folder_key: str, end: str, *, is_dry_run: bool
 ) -> None:
     """Submits a job, or prints the command; messages say that ``folder_key`` sets the run's folder, and that scancel does ``end``."""
@@ -282,10 +240,8 @@ def _submit(
     if is_dry_run:
         print(f"mkdir -p {shlex.quote(f'{run}/slurm')} && {as_shell(command, job.settings)}")
         return
-    try:
+    with writing(f"{folder_key}{run}"):
         (run / "slurm").mkdir(parents=True, exist_ok=True)  # sbatch does not create the folder of --output
-    except OSError as error:
-        raise UserError(f"{folder_key}{run} cannot be written ({error.strerror}); give another folder") from error
     number = run_sbatch(command, job.settings)
     ranks = job.ranks_per_node or "as the job has GPUs"
     nodes = job.by_name.get("nodes", 1)
@@ -317,25 +273,3 @@ def run_sbatch(command: Sequence[str], settings: Mapping[str, str]) -> str:
         raise UserError(f"sbatch fails: {message}")
     # With --parsable the name of a cluster may follow the id.
     return done.stdout.strip().partition(";")[0]
-
-
-def _titan_configs() -> list[str]:
-    """The configs of finch.titan, read from its source: TorchTitan need not be installed where jobs are submitted."""
-    tree = ast.parse(
-        (Path(__file__).parents[1] / "integrations" / "titan" / "config_registry.py").read_text(encoding="utf-8")
-    )
-    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
-
-
-def _split_titan_arguments(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """TorchTitan's arguments with their values, and the other words."""
-    arguments: list[str] = []
-    others: list[str] = []
-    target = others
-    for word in words:
-        if word.startswith("-"):
-            name = word.partition("=")[0]
-            # Words without a dash are values, and go where their option went.
-            target = arguments if word.startswith("--") and ("." in name or "_" in name) else others
-        target.append(word)
-    return arguments, others

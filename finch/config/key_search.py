@@ -1,4 +1,4 @@
-"""The keys as text: `finch keys`, a recipe's ``--help``, and what to do about an unknown one. Loads without torch."""
+"""The keys as text: `finch list keys`, a recipe's ``--help``, and what to do about an unknown one. Loads without torch."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def format_keys(word: str | None = None) -> str:
     if not any(sections.values()):
         by_last_name = {name.rpartition(".")[2]: name for name in known}
         hint = key_hint(str(word), [], by_last_name) or did_you_mean(str(word), known)
-        raise UserError(f"no key contains {word}{hint or '; `finch keys` lists them'}")
+        raise UserError(f"no key contains {word}{hint or '; `finch list keys` lists them'}")
     width = max(len(name) for section in sections.values() for name in section)
     lines: list[str] = []
     for title, section in sections.items():
@@ -159,15 +159,15 @@ def recipe_help(recipe: str, model: type[Keys]) -> str:
         )
         for title, section in sections.items()
     )
-    return f"""usage: finch run [TORCHRUN-OPTIONS] --config NAME_OR_PATH [key=value ...] [~key] [method=NAME]
+    return f"""usage: finch run [TORCHRUN-OPTIONS] NAME_OR_PATH [key=value ...] [~key] [method=NAME]
    or: tune run [TORCHRUN-OPTIONS] {recipe} --config NAME_OR_PATH [key=value ...] [~key] [method=NAME]
 
-  --config NAME_OR_PATH     a YAML file, or the name of a config that comes with finch: `finch configs`
+  --config NAME_OR_PATH     a YAML file, or the name of a config that comes with finch: `finch list configs`
   key=value                 overrides the file; optimizer.lr=1e-5 inside a block
   ~key                      removes a key or block
-  method=NAME               trains with a method, or several joined by +: `finch methods`
+  method=NAME               trains with a method, or several joined by +: `finch list methods`
 
-keys, described by `finch keys`; `finch keys WORD` searches them:
+keys, described by `finch list keys`; `finch list keys WORD` searches them:
 {names}"""
 
 

@@ -10,7 +10,7 @@ A method overrides the config file, and the rest of the command line overrides t
 A block of the file that has the method's component already keeps its settings. The key ``method`` itself is not kept: a run's
 config.yaml holds the blocks.
 
-`finch methods` works at once and without the torchtune extra: omegaconf is imported only where a method is applied.
+`finch list methods` works at once and without the torchtune extra: omegaconf is imported only where a method is applied.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Method:
     """A method.
 
     Attributes:
-        summary: what it does, for `finch methods`.
+        summary: what it does, for `finch list methods`.
         blocks: the blocks it sets in place of SFT's.
         resolve: sets, after the merge, what depends on the rest of the config.
     """
@@ -153,16 +153,12 @@ METHODS: dict[str, Method] = {
         "sft with an L2 penalty on the distance from the pretrained weights",
         {"regularizer": {"_component_": "finch.regularization.L2", "strength": 1.0e-3}},
     ),
-    "kl": Method(
-        "sft with a penalty of 0.1 x the token KL from the pretrained model; a rival, no baseline of the paper",
-        KL_PENALTY,
-    ),
+    "kl": Method("sft with a penalty of 0.1 x the token KL from the pretrained model", KL_PENALTY),
     "asft": Method(
-        "anchored SFT: dft with kl's penalty; a rival, no baseline of the paper",
-        {"loss": {"_component_": "finch.objectives.DFT"}, **KL_PENALTY},
+        "anchored SFT: dft with kl's penalty", {"loss": {"_component_": "finch.objectives.DFT"}, **KL_PENALTY}
     ),
     "self_replay": Method(
-        "sft that also replays the pretrained model's own answers, held to its distributions; a rival, no baseline of the paper",
+        "sft that also replays the pretrained model's own answers, held to its distributions",
         {"self_replay": {}},
     ),
     "lora": Method(
@@ -170,13 +166,15 @@ METHODS: dict[str, Method] = {
         {"model": LORA},
         _add_adapters,
     ),
-    "wise_ft": Method("sft; afterwards `finch wise-ft` averages the pretrained and the tuned weights"),
+    "wise_ft": Method("sft; afterwards `finch average --tuned` averages the pretrained and the tuned weights"),
     "lr_replay": Method(
         "sft with the learning rates of an earlier run, lr_scheduler.log=RUN",
         {"lr_scheduler": {"_component_": "finch.ReplayLR", "log": UNRESOLVED}},
         _require_log,
     ),
 }
+FOR_COMPARISONS = METHODS.keys() - {"sft", "finch", "kl", "self_replay", "lora"}
+"""Those whose use is to repeat what a paper compares, which `finch list` has apart."""
 
 
 def split_name(name: str) -> list[str]:
@@ -275,7 +273,7 @@ def log_method(names: list[str], cfg: DictConfig) -> None:
         tuned = "best" if cfg.get("dataset_validation") is not None else f"epoch_{cfg.epochs - 1}"
         logger.info(
             "method=wise_ft: when the run has ended, "
-            + shlex.join(["finch", "wise-ft", "--base", base, "--tuned", f"{run}/{tuned}", "--out", f"{run}/wise_ft"])
+            + shlex.join(["finch", "average", "--base", base, "--tuned", f"{run}/{tuned}", "--out", f"{run}/wise_ft"])
         )
 
 

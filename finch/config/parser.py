@@ -80,7 +80,7 @@ def read(
     parser.add_argument("--config", nargs="?")
     parsed, overrides = parser.parse_known_args(arguments)
     if parsed.config is None:
-        raise UsageError("--config NAME_OR_PATH is missing; `finch configs` lists the names")
+        raise UsageError("--config NAME_OR_PATH is missing; `finch list configs` lists the names")
     path = find_config(parsed.config)
     find_users_components()
     if flags := [override for override in overrides if override.startswith("--")]:

@@ -1,6 +1,6 @@
 """The keys of the recipes' configs, and the arguments of finch's own components: types, choices, ranges, defaults and what each does.
 
-``validation`` checks configs against these models, `finch keys` prints them, and editors read them as finch.schema.json, which
+``validation`` checks configs against these models, `finch list keys` prints them, and editors read them as finch.schema.json, which
 .ci/pages/json_schema.py writes after a change. The text under a key is its description everywhere.
 """
 

@@ -82,7 +82,7 @@ def _errors(cfg: DictConfig, model: type[Keys], user_keys: Collection[str]) -> I
     for name in map(str, cfg):
         # A quoted name with a dot would pass for the key in a block that has this path.
         if name not in accepted or "." in name:
-            hint = key_hint(name, top_level(model), _names_in_blocks(cfg, known)) or "; see `finch keys`"
+            hint = key_hint(name, top_level(model), _names_in_blocks(cfg, known)) or "; see `finch list keys`"
             shown = MISSING if OmegaConf.is_missing(cfg, name) else format_value(cfg[name], name)
             yield UserError(f"unknown key {name}={shown}{hint}")
     for name in top_level(model):

@@ -15,7 +15,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from finch.base.errors import UserError
+from finch.base.errors import UserError, writing
 
 API_KEY = "OPENAI_API_KEY"
 MAX_RETRIES = 8
@@ -110,13 +110,10 @@ class RequestLog(contextlib.AbstractContextManager["RequestLog"]):
         data = (json.dumps({"key": key, "tokens": tokens, "text": text}) + "\n").encode()
         with self._changed:
             self.tokens += tokens
-            try:
+            with writing(f"{self.path}", "make room, then start the same command again"):
                 while data:  # what a full disk did not take fails when it is written again
                     data = data[self._file.write(data) :]
                 os.fsync(self._file)
-            except OSError as error:
-                remedy = "make room, then start the same command again"
-                raise UserError(f"{self.path} cannot be written ({error.strerror}); {remedy}") from error
             self.answers |= {key: text} if text else {}
 
 

@@ -316,7 +316,7 @@ class SelfReplay(TrainerCallback):
     Args:
         prompts: ``"self"``: the model writes them after its chat template's beginning, or whole texts from BOS without one; or a list of texts, or
             the path of a file of them, as the recipe's ``self_replay.prompts``.
-        rows, max_new_tokens, share, strength, temperature, top_k: see ``finch keys self_replay``.
+        rows, max_new_tokens, share, strength, temperature, top_k: see ``finch list keys self_replay``.
         seed: of the order of the rows.
 
     Raises:
@@ -470,7 +470,7 @@ class ForgettingCallback(TrainerCallback):
         prompts: a list of texts, or the path of a file of them, whose field ``skill`` groups them; None: finch's own rows of twelve skills.
         rows: how many; None: 96.
         every_n_steps: None: ten times in a run.
-        max_new_tokens, top_k: see ``finch keys probes``.
+        max_new_tokens, top_k: see ``finch list keys probes``.
         budget: the largest KL; None: none.
         action: at a larger one: ``"note"``, a warning, or ``"stop"``, which ends the run after that step.
 

@@ -1,3 +1,3 @@
 """Before the first step: a config from a folder and rows (auto), what a run would take (check, estimate), and whether a machine computes right
-(doctor, gpu-check). A room: it imports the core, and nothing imports it.
+(doctor). A room: it imports the core, and nothing imports it.
 """

@@ -33,7 +33,7 @@ _ADAPTER = "_adapter"
 
 
 class LoadedModel:
-    """A config's model, from the meta device to the folder it is exported to: for the recipes, the estimate, gpu-check, averages and chat.
+    """A config's model, from the meta device to the folder it is exported to: for the recipes, the estimate, the GPU check, averages and chat.
 
     What is cheap and can fail comes first: the decoder on the meta device, whose shapes rows, losses and files are checked against. Then
     :meth:`parallelize` and :meth:`allocate` bring it into memory, and :meth:`load_pretrained` fills it.

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torchtune.modules import TransformerDecoder
 
 from finch.base import files, run_files, status
-from finch.base.errors import NotFinite, Unavailable, UserError, WriteFailed
+from finch.base.errors import NotFinite, Unavailable, UserError, WriteFailed, writing
 from finch.base.log import logger
 from finch.checkpoint import manifest
 from finch.checkpoint import reader as checkpoint
@@ -281,14 +281,8 @@ class Run:
             with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
 
-    @contextlib.contextmanager
-    def _os_error_as_user_error(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise Unavailable(
-                f"output_dir={self.path} cannot be written ({error.strerror}); give another folder"
-            ) from error
+    def _os_error_as_user_error(self) -> contextlib.AbstractContextManager[None]:
+        return writing(f"output_dir={self.path}", kind=Unavailable)
 
 
 def _files_in(path: Path) -> list[Path]:

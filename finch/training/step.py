@@ -1,4 +1,4 @@
-"""One optimizer step, on whatever model, loss and update: what the recipes, the estimate on fake tensors and gpu-check have in common."""
+"""One optimizer step, on whatever model, loss and update: what the recipes, the estimate on fake tensors and the GPU check have in common."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from finch.cli import main as cli
     ("words", "message"),
     [
         (["rnu"], "finch rnu does not exist, did you mean run? see finch --help"),
-        (["configs", "shw"], "finch configs shw does not exist, did you mean show? see finch configs --help"),
+        (["list", "confgs"], "finch list confgs does not exist, did you mean configs? see finch list --help"),
         (["evaluate", "--base", "x", "--tuend", "y"], "finch evaluate does not take --tuend, did you mean --tuned?"),
         (["chat"], "the following arguments are required: RUN; see finch chat --help"),
         (["run"], "CONFIG is missing: finch run [torchrun options] CONFIG"),
@@ -22,17 +22,20 @@ from finch.cli import main as cli
         (["check", "method=finch"], "CONFIG is missing: finch check"),
         (["check", "auto", "--model_dir", "/m"], "--model_dir is no option of torchrun; write model_dir=/m"),
         (["run", "auto", "--learning_rate=1"], "--learning_rate is no option of torchrun; use optimizer.lr"),
-        (["estimate", "--gpus", "2"], "CONFIG is missing: finch estimate CONFIG"),
+        (["check", "--exact", "--gpus", "2"], "CONFIG is missing: finch check --exact CONFIG"),
         (
-            ["estimate", "auto", "--gpus", "0"],
-            "argument --gpus: 0 must be a whole number of at least 1; see finch esti",
+            ["check", "--exact", "auto", "--gpus", "0"],
+            "argument --gpus/--nproc_per_node/--nproc-per-node: 0 must be a whole number of at least 1; see finch check",
         ),
-        (["estimate", "auto", "--matmul-tflops", "x"], "argument --matmul-tflops: x must be a number above 0; see"),
+        (
+            ["check", "--exact", "auto", "--matmul-tflops", "x"],
+            "argument --matmul-tflops: x must be a number above 0; see",
+        ),
         (["run", "qwen3/4B_finch", "epochs"], "Command-line overrides must be in the form of key=value, got epochs;"),
         (["--foo"], "finch does not take --foo; see finch --help"),
-        (["configs", "show"], "the following arguments are required: name; see"),
+        (["list", "--show"], "argument --show: expected at least one argument; see finch list"),
         (["sweep", "x", "--dryrun"], "--dryrun is not an option of finch sweep, did you mean --dry-run?"),
-        (["slurm", "submit"], "CONFIG is missing: finch slurm submit CONFIG"),
+        (["run", "--slurm"], "CONFIG is missing: finch run --slurm CONFIG"),
     ],
 )
 def test_wrong_words_are_one_line_and_exit_code_2(capsys, words, message):
@@ -45,7 +48,7 @@ def test_wrong_words_are_one_line_and_exit_code_2(capsys, words, message):
 
 
 @pytest.mark.parametrize("words", [["CONFIG"], ["--config", "CONFIG"]])
-@pytest.mark.parametrize("command", ["run", "check", "estimate", "slurm submit"])
+@pytest.mark.parametrize("command", ["run", "check", "check --exact", "run --slurm"])
 def test_config_is_an_option_or_the_first_word(capsys, command, words):
     with pytest.raises(SystemExit) as error:
         cli.main([*command.split(), *words, "epochs=1"])
@@ -77,12 +80,12 @@ def test_help_lists_every_command_once_in_its_group(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("finch gpu", {"gpu-check "}),
+        ("finch doctor --g", {"--gpu "}),
         ("finch run qwen3/4B_f", {"qwen3/4B_finch "}),
         ("finch sweep sweeps/qwen3_4B_kn", {"sweeps/qwen3_4B_knowledge "}),
         ("finch check auto lr_scheduler.eta", {"lr_scheduler.eta_max="}),
         ("finch run auto optimizer.l", {"optimizer.lr="}),
-        ("finch configs show sweeps/quic", {"sweeps/quickstart "}),
+        ("finch list --show sweeps/quic", {"sweeps/quickstart "}),
     ],
 )
 def test_shells_are_answered(tmp_path, line, expected):

@@ -18,7 +18,7 @@ from finch.plan.commands import doctor
 NEED_NO_TORCH = """\
 import contextlib, sys
 from finch.cli.main import main
-for arguments in ("--help", "configs", "keys", "methods", "models", "run key=1", "run --config=no_config"):
+for arguments in ("--help", "list configs", "list keys", "list methods", "list models", "run key=1", "run --config=no_config"):
     with contextlib.suppress(SystemExit):
         main(arguments.split())
     assert not {"torch", "omegaconf"} & set(sys.modules), arguments
@@ -30,15 +30,15 @@ def test_commands_and_missing_configs_need_no_torch():
 
 
 def test_configs_lists_names_with_headers(capsys):
-    code, out, _ = finch(capsys, "configs")
-    assert (code, finch(capsys, "configs", "list")[1]) == (0, out)
+    code, out, _ = finch(capsys, "list", "configs")
+    assert code == 0
     listed = dict(line.split(None, 1) for line in out.splitlines())
     assert list(listed) == [*config_names(), *grid_names()]
     assert listed["qwen3/4B_finch"] == "FINCH on Qwen3-4B: the paper's knowledge task, TOFU."
 
 
 def show(capsys, name, *overrides):
-    code, out, err = finch(capsys, "configs", "show", name, *overrides)
+    code, out, err = finch(capsys, "list", "--show", name, *overrides)
     assert code == 0, err
     return yaml.safe_load(out)
 
@@ -57,22 +57,22 @@ def test_configs_show_resolves_and_fills_in_defaults(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("show", "stories260k/tofu_finch", "optimizer.lrr=3"), "did you mean optimizer.lr?"),
-        (("cp", "qwen3/4B_fnch", "x.yaml"), "did you mean qwen3/4B_finch?"),
+        (("--show", "stories260k/tofu_finch", "optimizer.lrr=3"), "did you mean optimizer.lr?"),
+        (("--copy", "qwen3/4B_fnch", "x.yaml"), "did you mean qwen3/4B_finch?"),
     ],
 )
 def test_configs_rejects(capsys, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    code, _, err = finch(capsys, "configs", *arguments)
+    code, _, err = finch(capsys, "list", *arguments)
     assert (code, message in err, list(tmp_path.iterdir())) == (1, True, []), err
 
 
 @pytest.mark.parametrize("name", ["sweeps/quickstart", "sweeps/qwen3_4B_knowledge"])
 def test_configs_show_and_cp_know_grids(capsys, tmp_path, name):
     assert show(capsys, name) == yaml.safe_load(grid_names()[name].read_text())
-    code, _, err = finch(capsys, "configs", "show", name, "epochs=2")
+    code, _, err = finch(capsys, "list", "--show", name, "epochs=2")
     assert (code, f"finch sweep {name} --dry-run epochs=2" in err) == (2, True)
-    code, out, _ = finch(capsys, "configs", "cp", name, str(tmp_path / "grid.yaml"))
+    code, out, _ = finch(capsys, "list", "--copy", name, str(tmp_path / "grid.yaml"))
     assert (code, f"finch sweep {tmp_path}/grid.yaml" in out) == (0, True)
     assert (
         (tmp_path / "grid.yaml")
@@ -83,21 +83,46 @@ def test_configs_show_and_cp_know_grids(capsys, tmp_path, name):
 
 def test_configs_cp_never_overwrites(capsys, tmp_path):
     target = tmp_path / "new" / "config.yaml"
-    code, out, _ = finch(capsys, "configs", "cp", "llama3/8B_sft", str(target))
+    code, out, _ = finch(capsys, "list", "--copy", "llama3/8B_sft", str(target))
     assert code == 0
-    assert f"--config {target}" in out
+    assert f"start it with: finch run {target}" in out
     schema, _, copied = target.read_text().partition("\n")
     assert schema == f"# yaml-language-server: $schema={ROOT / 'finch' / 'config' / 'finch.schema.json'}"
     assert copied == find_config("llama3/8B_sft").read_text().partition("\n")[2]
-    code, _, err = finch(capsys, "configs", "cp", "llama3/8B_sft", str(target))
+    code, _, err = finch(capsys, "list", "--copy", "llama3/8B_sft", str(target))
     assert code == 1
     assert f"{target} exists; give another name" in err
 
 
-def test_a_command_that_has_moved_says_where(capsys):
-    code, _, err = finch(capsys, "data", "translate", "--out", "x.jsonl")
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("data translate --out x.jsonl", "python examples/translate_rows.py"),
+        ("gpu-check --quick", "finch doctor --gpu"),
+        ("slurm submit my.yaml --nodes 2", "finch run --slurm"),
+        ("wise-ft --base a --tuned b --out c", "finch average --base A --tuned B"),
+        ("estimate auto --gpus 8", "finch check --exact"),
+        ("judge RUN --base-url URL", "finch evaluate --judge URL"),
+        ("select-lr out", "finch report --select-lr"),
+        ("methods", "finch list methods"),
+        ("models gemma", "finch list models"),
+        ("keys", "finch list keys"),
+        ("configs cp auto x", "finch list --copy NAME"),
+    ],
+)
+def test_an_old_command_names_its_new_one(capsys, old, new):
+    code, _, err = finch(capsys, *old.split())
     assert (code, err.count("\n")) == (2, 2)
-    assert "finch data translate is now a script in finch's repository: python examples/translate_rows.py" in err
+    assert f"finch: error: finch {old.split()[0]}" in err
+    assert new in err
+
+
+def test_list_is_all_kinds_and_methods_for_comparisons_stand_apart(capsys):
+    own, _, apart = finch(capsys, "list", "methods")[1].partition("\n\nfor comparisons, as papers have them:\n")
+    assert ["self_replay" in each for each in (own, apart)] == [True, False]
+    assert ["dft" in each.split() for each in (own, apart)] == [False, True]
+    kinds = re.findall(r"^(\w+):$", finch(capsys, "list")[1], re.MULTILINE)
+    assert kinds == ["methods", "models", "configs", "keys"]
 
 
 @pytest.fixture
@@ -169,7 +194,7 @@ def test_doctor_says_what_every_extra_is_for():
 
 
 def test_models_lists_every_family(capsys):
-    code, out, _ = finch(capsys, "models")
+    code, out, _ = finch(capsys, "list", "models")
     assert code == 0
     for model_type, family in FAMILIES.items():
         assert re.search(rf"^{model_type} +{re.escape(family.name)}$", out, re.MULTILINE)
@@ -179,12 +204,16 @@ def test_models_lists_every_family(capsys):
 
 @pytest.mark.parametrize(
     ("command", "word", "names"),
-    [("methods", "REPLAY", ["self_replay", "lr_replay"]), ("models", "gemma-2b", ["gemma"])],
+    [
+        ("methods", "REPLAY", ["self_replay"]),
+        ("models", "gemma-2b", ["gemma"]),
+        ("configs", "qwen3/4B_S", ["qwen3/4B_sft"]),
+    ],
 )
 def test_methods_and_models_are_searched(capsys, command, word, names):
-    code, out, _ = finch(capsys, command, word)
+    code, out, _ = finch(capsys, "list", command, word)
     listed = [line.split()[0] for line in out.partition("\n\n")[0].splitlines() if line and line[0] != " "]
     assert (code, listed) == (0, names)
-    code, _, err = finch(capsys, command, f"{names[0]}x")
+    code, _, err = finch(capsys, "list", command, f"{names[0]}x")
     assert code == 1
     assert f"no {command[:-1]} contains {names[0]}x, did you mean {names[0]}?" in err

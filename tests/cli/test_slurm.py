@@ -1,4 +1,4 @@
-"""`finch slurm submit` with a program in place of sbatch: what it submits, prints and refuses. On a real Slurm: tests/slurm."""
+"""`finch run --slurm` and `finch slurm` with a program in place of sbatch: what it submits, prints and refuses. On a real Slurm: tests/slurm."""
 
 import os
 import shlex
@@ -44,7 +44,7 @@ def received(sbatch):
 
 
 def submit(capsys, *words):
-    return finch(capsys, "slurm", "submit", *words)
+    return finch(capsys, *(["slurm"] if "--titan" in words else ["run", "--slurm"]), *words)
 
 
 def test_submit_passes_options_overrides_and_settings(capsys, tmp_path, monkeypatch, sbatch):

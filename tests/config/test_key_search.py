@@ -41,7 +41,7 @@ def error_of(key):
         ("weigth_decay", "did you mean optimizer.weight_decay?"),
         ("optimizer.clip_grad_norm", "did you mean clip_grad_norm?"),
         # nothing near
-        ("training.steps", "see `finch keys`"),
+        ("training.steps", "see `finch list keys`"),
         ("lr_scheduler.ocean", "finch.FinchLR accepts optimizer, eta_max, "),
     ],
 )
@@ -61,7 +61,7 @@ def test_other_names_are_no_keys_and_name_existing_ones():
 
 
 def test_keys_lists_all_keys(capsys):
-    out = finch(capsys, "keys")[1]
+    out = finch(capsys, "list", "keys")[1]
     listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
     arguments = [f"{model.key}.{name}" for model in COMPONENTS for name in keys(model)]
     assert sorted(listed) == sorted([*shown_keys(LoraFinetuneKeys), *ADAMW, *arguments])
@@ -80,7 +80,7 @@ def test_keys_lists_all_keys(capsys):
     ],
 )
 def test_keys_searches_names_and_descriptions(capsys, word, listed):
-    code, out, _ = finch(capsys, "keys", word)
+    code, out, _ = finch(capsys, "list", "keys", word)
     assert code == 0
     assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == listed.split()
 

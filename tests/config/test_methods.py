@@ -186,13 +186,14 @@ def test_log_method_names_blocks_and_next_command(file, caplog):
     with caplog.at_level("INFO", logger="finch"):
         read(["--config", str(file), "method=wise_ft+finch", "epochs=3", "output_dir=run"], FullFinetuneKeys)
     assert "method=wise_ft+finch: lr_scheduler finch.FinchLR, loss torchtune" in caplog.text
-    assert "finch wise-ft --base x --tuned run/epoch_2 --out run/wise_ft" in caplog.text
+    assert "finch average --base x --tuned run/epoch_2 --out run/wise_ft" in caplog.text
 
 
 def test_finch_methods_and_configs_show(capsys):
-    code, out, _ = finch_command(capsys, "methods")
-    assert (code, [line.split()[0] for line in out.splitlines()]) == (0, list(METHODS))
-    shown = ("configs", "show", "qwen3/4B_finch")
+    code, out, _ = finch_command(capsys, "list", "methods")
+    assert code == 0
+    assert sorted(set(METHODS) & {line.split()[0] for line in out.splitlines() if line}) == sorted(METHODS)
+    shown = ("list", "--show", "qwen3/4B_finch")
     cfg = yaml.safe_load(finch_command(capsys, *shown, "method=talr", "~clip_grad_norm")[1])
     assert (cfg["loss"], cfg["lr_scheduler"], "method" in cfg) == (objective("TALR"), COSINE, False)
     cfg = yaml.safe_load(finch_command(capsys, *shown, "method=lora")[1])

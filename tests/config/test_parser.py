@@ -148,7 +148,7 @@ def test_recipe_help(capsys, monkeypatch, arguments, recipe, model):
     assert f"finch_{recipe}_finetune --config NAME_OR_PATH [key=value ...] [~key] [method=NAME]" in printed
     assert set(model.model_fields) <= set(printed.split())
     assert ("save_adapter_weights_only" in printed) == (recipe == "lora")
-    assert all(f"`finch {command}`" in printed for command in ("configs", "keys", "methods"))
+    assert all(f"`finch list {command}`" in printed for command in ("configs", "keys", "methods"))
     assert max(map(len, printed.splitlines())) <= 120
     monkeypatch.setenv("RANK", "1")
     main()

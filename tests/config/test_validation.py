@@ -31,7 +31,7 @@ def test_check_accepts_user_keys_that_others_refer_to():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ocean": "/data"}, r"^unknown key ocean=/data; see `finch keys`"),
+        ({"ocean": "/data"}, r"^unknown key ocean=/data; see `finch list keys`"),
         ({"epoch": 3}, r"^unknown key epoch=3, did you mean epochs\?"),
         ({"hf_token": "hf_do_not_show"}, r"^unknown key hf_token=\*\*\*;"),
         ({"unused": "???"}, r"^unknown key unused=\?\?\?"),

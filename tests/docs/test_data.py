@@ -22,7 +22,7 @@ from finch.data.dataset import load_dataset
 from finch.data.formats import FIELDS, detect
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
-COMMAND = ["finch", "run", "--config", "auto", "model_dir=DIR"]
+COMMAND = ["finch", "run", "auto", "model_dir=DIR"]
 
 
 HEADINGS = re.findall(r"^### (.*)$", PAGE, re.MULTILINE)
@@ -67,7 +67,7 @@ def tokenizer(folder):
 
 
 def overrides_of(heading: str) -> list[str]:
-    """What an example's command adds to `--config auto model_dir=DIR`."""
+    """What an example's command adds to `finch run auto model_dir=DIR`."""
     words = shlex.split(blocks(heading)["bash"])
     assert words[: len(COMMAND)] == COMMAND
     return words[len(COMMAND) :]

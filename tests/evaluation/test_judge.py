@@ -1,4 +1,4 @@
-"""`finch judge` against a stand-in server: known judges give known scores, nothing is sent twice, the budget holds."""
+"""`finch evaluate --judge` against a stand-in server: known judges give known scores, nothing is sent twice, the budget holds."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def folders(tmp_path):
 @pytest.fixture
 def judge(server, tmp_path, folders, capsys):
     def judge(*options, results=(folders[1],), model="m"):
-        command = ["judge", *map(str, results), "--base-url", server.url, "--model", model, *options]
+        command = ["evaluate", *map(str, results), "--judge", server.url, "--model", model, *options]
         return finch_with_key(capsys, tmp_path, *command)
 
     return judge

@@ -150,7 +150,7 @@ def test_language_waits_for_a_judge(evaluate, tuned_folder, data_root, tmp_path)
     task = read_result(folder / "language.json").tasks["galician_alpaca"]
     assert (task.score, task.n) == (None, 0)
     assert len(read_samples(folder, task)) == 3
-    assert f"finch judge {folder}" in printed
+    assert f"finch evaluate --judge URL --model NAME {folder}" in printed
     judged = (folder / "language.json").read_text().replace(task.definition, f"{task.definition}; judged: by a model")
     (folder / "language.json").write_text(judged)
     printed = evaluate("--tuned", tuned_folder, "--limit", 3, **options)

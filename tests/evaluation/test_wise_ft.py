@@ -132,15 +132,16 @@ def test_wise_ft_blends_fp64_in_fp64_and_copies_integers(folders, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_command_prints_its_folders_and_needs_no_torchtune(folders, tmp_path):
+def test_command_prints_its_folders_and_needs_no_torchtune(folders, tmp_path, monkeypatch):
     base, tuned = map(str, folders)
-    arguments = ["wise-ft", "--base", base, "--tuned", tuned, "--alpha", "0.5", "0.25", "--out", str(tmp_path / "out")]
+    arguments = ["average", "--base", base, "--tuned", tuned, "--alpha", "0.5", "0.25", "--out", str(tmp_path / "out")]
     code = f"import sys; from finch.cli.main import main; main({arguments!r}); assert 'torchtune' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.splitlines() == [str(tmp_path / "out" / name) for name in ("alpha_0.5", "alpha_0.25")]
-    # alpha is 0.5 unless given
-    cli.main(["wise-ft", "--base", base, "--tuned", tuned, "--out", str(tmp_path / "default")])
-    assert is_same(read(tmp_path / "default" / "alpha_0.5"), read(tmp_path / "out" / "alpha_0.5"))
+    # alpha is 0.5, and OUT a folder here, unless given
+    monkeypatch.chdir(tmp_path)
+    cli.main(["average", "--base", base, "--tuned", tuned])
+    assert is_same(read(tmp_path / "average" / "alpha_0.5"), read(tmp_path / "out" / "alpha_0.5"))
 
 
 def test_tied_head_stored_by_one_folder_only(folders, tmp_path):

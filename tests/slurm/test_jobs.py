@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm of two nodes: submitted by `finch slurm submit`, interrupted in every way, and equal to a run that was not."""
+"""Jobs on a real Slurm of two nodes: submitted by `finch run --slurm`, interrupted in every way, and equal to a run that was not."""
 
 import contextlib
 import os
@@ -103,7 +103,7 @@ def config(tmp_path_factory, base_folder, rows_file):
 
 @pytest.fixture
 def submit(lab, config, monkeypatch, capsys):
-    """`finch slurm submit`: by default two nodes with one rank each."""
+    """`finch run --slurm`: by default two nodes with one rank each."""
     folder = Path(config["output_dir"]).parent
     monkeypatch.chdir(folder)
     for key, value in {**lab.environment, "PYTHONPATH": JOBS_PATH}.items():
@@ -117,7 +117,7 @@ def submit(lab, config, monkeypatch, capsys):
         monkeypatch.setenv("SLOW_ROWS", str(slow_file(run)))  # inherited by the job
         capsys.readouterr()
         options = ("--nodes", str(nodes), "--gpus-per-node=0", "--time", "60")
-        cli.main(["slurm", "submit", "config.yaml", *options, *words, f"output_dir={run}"])
+        cli.main(["run", "--slurm", "config.yaml", *options, *words, f"output_dir={run}"])
         jobs.append(Job(lab, capsys.readouterr().out.split()[1].rstrip(":"), run))
         return jobs[-1]
 

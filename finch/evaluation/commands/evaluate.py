@@ -242,7 +242,9 @@ def _report(evaluation: Evaluation, tasks: Sequence[Task]) -> str:
         judged = [task.name for task in of_suite if task.is_judged]
         unscored = [str(out) for out, each in results[1:] if any(each.tasks[name].score is None for name in judged)]
         if unscored:
-            parts.append(f"not scored yet; compare the answers with a judge: finch judge {' '.join(unscored)}")
+            parts.append(
+                f"not scored yet; compare the answers with a judge: finch evaluate --judge URL --model NAME {' '.join(unscored)}"
+            )
     return "\n".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""`finch judge`: asks a language model on a server with OpenAI's protocol."""
+"""`finch evaluate --judge`: asks a language model on a server with OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ _NUMBERS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs = "a tuned model's answers, made with `finch evaluate --suite language`: a run, or a folder of results"
     parser.add_argument("results", nargs="+", type=Path, metavar="RUN", help=runs)
-    parser.add_argument("--base-url", required=True, metavar="URL", help="such as http://localhost:8000/v1")
     parser.add_argument("--model", required=True, metavar="NAME", help="its name on the server")
     for name, (default, text) in _NUMBERS.items():
         parser.add_argument(f"--{name}", type=positive(int), default=default, metavar="N", help=text)
@@ -42,7 +41,7 @@ def main(parsed: argparse.Namespace) -> None:
         UserError: answers that are missing or of different prompts, a server that does not answer or refuses, a spent budget, a judge that gives
             no verdicts.
     """
-    require_extras("finch judge", "evaluate")
+    require_extras("finch evaluate --judge", "evaluate")
     comparisons = _read_comparisons(parsed)
     requests = {key: request for comparison in comparisons for key, request in comparison.requests.items()}
     log_path = comparisons[0].base.path.parent / LOG
@@ -51,7 +50,7 @@ def main(parsed: argparse.Namespace) -> None:
         calls = count_calls(log_path, requests.values(), "calls", "made")
         print(f"{documents:,} documents in {len(comparisons):,} results, {calls}")
         return
-    require_extras("finch judge", "openai")
+    require_extras("finch evaluate --judge", "openai")
     with RequestLog(log_path, parsed.max_tokens_budget) as log:
         try:
             _judge_missing(requests, log, parsed)
@@ -81,7 +80,7 @@ def _judge_missing(requests: Mapping[str, ChatRequest], log: RequestLog, parsed:
     num_answers = len(requests) - len(missing)
     has_verdict = any(task.parse_verdict(log.answers.get(key, "")) for key in requests)
     if missing and (has_verdict or num_answers < task.MIN_FIRST_ANSWERS):
-        client = ChatClient(parsed.base_url, log, timeout=parsed.timeout)
+        client = ChatClient(parsed.judge, log, timeout=parsed.timeout)
         with contextlib.closing(client.complete_all(missing, parsed.concurrency)) as results:
             for request in track(results, title="judging", total=len(missing), unit="judgement"):
                 num_answers += 1

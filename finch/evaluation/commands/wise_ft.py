@@ -1,4 +1,4 @@
-"""`finch wise-ft`: weights between the pretrained and the tuned model's."""
+"""`finch average --tuned`: weights between the pretrained and the tuned model's."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from finch.base.extras import require_extras
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--base", type=Path, required=True, metavar="DIR", help="the pretrained model's folder")
-    text = "the tuned model's folder, a run's, or a sweep's"
-    add("--tuned", type=Path, required=True, metavar="DIR", help=text)
     add("--alpha", type=float, nargs="+", default=[0.5], help="the tuned model's share, or several (default: 0.5)")
-    text = "folder for the results, one folder alpha_A for each alpha"
-    add("--out", type=Path, required=True, metavar="DIR", help=text)
+    text = "folder for the results, one folder alpha_A for each alpha (default: average)"
+    add("--out", type=Path, default=Path("average"), metavar="DIR", help=text)
 
 
 def main(parsed: argparse.Namespace) -> None:
     """Writes the interpolated models and prints their folders."""
-    require_extras("finch wise-ft", "torchtune")
+    require_extras("finch average", "torchtune")
     from finch.evaluation.wise_ft import wise_ft as interpolate
 
-    for folder in interpolate(parsed.base, parsed.tuned, parsed.alpha, parsed.out):
-        print(folder)
+    print(*interpolate(parsed.base, parsed.tuned, parsed.alpha, parsed.out), sep="\n")

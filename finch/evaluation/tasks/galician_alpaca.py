@@ -1,4 +1,4 @@
-"""Galician Alpaca, the paper's language task: answers to the instructions of the test part, which `finch judge` compares."""
+"""Galician Alpaca, the paper's language task: answers to the instructions of the test part, which `finch evaluate --judge` compares."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _document(row: Row, has_chat_template: bool) -> Row:
 
 @by_document
 def samples(record: Record) -> Sample:
-    """Without a score: the instruction with its input, and the model's response, for `finch judge`."""
+    """Without a score: the instruction with its input, and the model's response, for `finch evaluate --judge`."""
     return {"score": None, "prompt": record["doc"]["question"], "response": response(record)}
 
 

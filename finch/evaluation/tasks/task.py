@@ -105,7 +105,7 @@ class Task:
         others: from samples to further metrics by name; None where no sample counts.
         chance: the expected score of a model that guesses; None where there is no such number.
         is_higher_better: False for errors.
-        is_judged: whether only answers are written, which `finch judge` scores.
+        is_judged: whether only answers are written, which `finch evaluate --judge` scores.
         is_divided: whether the documents are divided among ``lm_eval_names``; otherwise each of these has all documents.
         shots: examples in the prompt.
     """

@@ -31,7 +31,7 @@ __all__ = ["FinchLRSchedulersContainer", "FinchTrainer", "to_finch_config"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: TorchTitan takes seconds, and `finch slurm submit` reads the names of the configs without it.
+    # Imported on first use: TorchTitan takes seconds, and `finch slurm` reads the names of the configs without it.
     if name in _LAZY:
         check_version()
         return getattr(importlib.import_module(_LAZY[name]), name)

@@ -1,4 +1,4 @@
-"""From a model's folder and a file of rows to a complete config, for ``--config auto``."""
+"""From a model's folder and a file of rows to a complete config, for ``auto``."""
 
 from finch.plan.auto.config import complete
 

@@ -1,4 +1,4 @@
-"""``--config auto``: fills in the keys that a config file leaves out, by looking at the model's folder, the rows and the device."""
+"""``auto``: fills in the keys that a config file leaves out, by looking at the model's folder, the rows and the device."""
 
 from __future__ import annotations
 

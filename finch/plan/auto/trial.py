@@ -83,7 +83,7 @@ class Trial:
             except (UserError, RuntimeError) as error:
                 return last, one_line(f"no estimate ({error}): the candidate that takes the least memory")
             message = (
-                f"rows of {self.rows[0]} tokens take {gigabytes(peak)} of {limit / 1e9:.3g} GB by `finch estimate`"
+                f"rows of {self.rows[0]} tokens take {gigabytes(peak)} of {limit / 1e9:.3g} GB by `finch check --exact`"
             )
             if peak <= limit:
                 return number, message

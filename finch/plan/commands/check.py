@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from finch.base.errors import UserError, one_line
 from finch.base.files import existing_part, gigabytes
-from finch.cli.arguments import Parser
 from finch.cli.early_checks import build_model, config_checks, device_of, machine_checks, only_errors_logged, read_job
 from finch.cli.run import number_of_ranks, parse_arguments
 from finch.config.methods import LORA_RECIPE
@@ -38,21 +37,23 @@ Checks everything about a run that can be known without training, and prints it:
 folder, each row, steps, what will be written, and an estimate of the memory per rank. The arguments are those of `finch run`.
 Nothing is written, no weights are loaded. The exit code is 1 if something is wrong.
 
---rows N    also prints the first N rows token by token, targets in «»"""
+--rows N    also prints the first N rows token by token, targets in «»
+--exact     instead: memory, collectives and time of a step by running it on fake tensors; `finch check --exact --help`"""
 
 
-def main(_: argparse.Namespace, arguments: Sequence[str]) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=int, default=0)
+
+
+def main(parsed: argparse.Namespace, words: Sequence[str]) -> None:
     """Prints the report; ends the process with 1 if a problem was found, else 0.
 
     Raises:
         UserError: a mistake in the arguments.
     """
-    if {"-h", "--help"} & set(arguments):
+    if {"-h", "--help"} & set(words):
         print(HELP)
         return
-    parser = Parser(prog="finch check", add_help=False, allow_abbrev=False)
-    parser.add_argument("--rows", type=int, default=0)
-    parsed, words = parser.parse_known_args(arguments)
     config, overrides, options = parse_arguments(words, USAGE)
     nodes, local_ranks = number_of_ranks(options)
     report = Report(config, overrides, nodes * local_ranks, parsed.rows)
@@ -316,7 +317,7 @@ class Report:
                 parts, peak = dict(step.memory), step.device_peak
         if parts is None:
             parts = dict(memory_by_formula(decoder, cfg, rows, ranks=self._ranks))
-            peak, method = parts.pop("peak"), "by a formula; `finch estimate` takes longer and is closer"
+            peak, method = parts.pop("peak"), "by a formula; `finch check --exact` takes longer and is closer"
         shards = max(1, self._ranks // cfg.data_parallel_replicate_dim)
         self._print(
             f"an estimate per rank on {device_of(cfg).type}, for {cfg.batch_size} rows of {seq} tokens, {cfg.dtype}"

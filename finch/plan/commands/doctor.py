@@ -21,7 +21,7 @@ PURPOSES = {
     "torchtune": "the recipes, and the commands that read configs or weights",
     "evaluate": "finch evaluate, on lm-eval",
     "report": "finch report, and figures such as a run's loss.png",
-    "openai": "finch judge, through any server with OpenAI's protocol",
+    "openai": "finch evaluate --judge, through any server with OpenAI's protocol",
     "hf": "finch.integrations.transformers: FINCH in transformers' Trainer and TRL's SFTTrainer",
     "lightning": "finch.integrations.lightning",
     "titan": "finch.titan: FINCH inside TorchTitan",
@@ -38,9 +38,8 @@ COMFORTABLE_FREE_BYTES = 50 * 10**9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--full", action="store_true", help="also import torchtune, and print torch's collect_env and pip check"
-    )
+    text = "also import torchtune, and print torch's collect_env and pip check"
+    parser.add_argument("--full", action="store_true", help=text)
 
 
 def main(parsed: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""`finch estimate`: what a step of a config takes on given ranks, from that step on fake tensors. Needs no weights, rows or GPU."""
+"""`finch check --exact`: what a step of a config takes on given ranks, from that step on fake tensors. Needs no weights, rows or GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from finch.base.errors import UsageError, UserError
 from finch.base.files import gigabytes
-from finch.cli.arguments import Parser, positive
+from finch.cli.arguments import positive
 from finch.cli.early_checks import only_errors_logged, read_job
 from finch.cli.run import refuse_options, take_config
 from finch.config.instantiate import find_config
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from finch.plan.estimate.step_time import Rates
 
-USAGE = "finch estimate CONFIG [--gpus N] [--gpu-memory GB] [option ...] [key=value ...] [~key] [method=NAME]"
+USAGE = "finch check --exact CONFIG [--gpus N] [--gpu-memory GB] [option ...] [key=value ...] [~key] [method=NAME]"
 _LIMITS = {
     "products": ("--matmul-tflops", "of matrix products in TFLOP/s", "matrix products at {:g} TFLOP/s"),
     "memory": ("--memory-gb-s", "of copies on the GPU, GB/s read and written", "reading and writing at {:g} GB/s"),
@@ -35,52 +35,48 @@ _LIMITS = {
 """What may bound a step: the option with its rate, the option's help, and what the report says; in the order of ``Rates``."""
 
 
-def main(_: argparse.Namespace, arguments: Sequence[str]) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options. CONFIG and its overrides are what the parser leaves over."""
+    parser.usage = USAGE
+    parser.description = (
+        "Runs one step of the recipe at the config's real shapes on fake tensors, and prints what it takes: memory of a rank by "
+        "part, collectives, operations, time at given rates, and what would save memory if it does not fit."
+    )
+    parser.epilog = "Exit code: 0 if the step fits, 1 if not."
+    add = parser.add_argument
+    add("--config", metavar="CONFIG", help="a YAML file, or the name of a config of finch; also the first word")
+    text = "ranks on all nodes (default: 1)"
+    add("--gpus", "--nproc_per_node", "--nproc-per-node", type=positive(int), default=1, metavar="N", help=text)
+    memory = "of one GPU, in 1e9 bytes; without it nothing is compared"
+    add("--gpu-memory", type=positive(float), metavar="GB", help=memory)
+    add("--rates", metavar="FILE", help="the GPU's rates, which give the time: gpu_check.json of finch doctor --gpu")
+    for option, text, _ in _LIMITS.values():
+        add(option, type=positive(float), metavar="R", help=text)
+    add("--seq", type=positive(int), metavar="S", help="tokens of a row (default: 85, TOFU's mean)")
+    add("--targets", type=positive(int), metavar="T", help="target tokens of a row (default: 37 of 85, TOFU's mean)")
+    add("--json", action="store_true", help="one JSON object, in bytes, operations and seconds")
+
+
+def main(options: argparse.Namespace, rest: Sequence[str]) -> None:
     """Prints the estimate; ends the process with 1 if the step does not fit.
 
     Raises:
         UserError: a mistake in the arguments or the config.
     """
-    options, overrides = _parse(arguments)
+    words = list(rest)
+    options.config = options.config or take_config(words)
+    if options.config is None:
+        raise UsageError(f"CONFIG is missing: {USAGE}")
+    find_config(options.config)  # before torch is imported
+    refuse_options(words, "finch check --exact")
     with only_errors_logged():  # reading a config logs what a run would
-        found = _estimate(options, overrides)
+        found = _estimate(options, words)
     if options.json:
         print(json.dumps(found, indent=1))
     else:
         for title, text in _lines(found):
             print(f"{title:<14}{text}")
     sys.exit(int(found["fits"] is False))
-
-
-def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser(
-        prog="finch estimate",
-        usage=USAGE,
-        description="Runs one step of the recipe at the config's real shapes on fake tensors, and prints what it takes: memory of a rank by "
-        "part, collectives, operations, time at given rates, and what would save memory if it does not fit.",
-        epilog="Exit code: 0 if the step fits, 1 if not.",
-        allow_abbrev=False,
-    )
-    config = "a YAML file, or the name of a config that comes with finch; also the first word"
-    parser.add_argument("--config", metavar="CONFIG", help=config)
-    parser.add_argument("--gpus", type=positive(int), default=1, metavar="N", help="ranks on all nodes (default: 1)")
-    memory = "of one GPU, in 1e9 bytes; without it nothing is compared"
-    parser.add_argument("--gpu-memory", type=positive(float), metavar="GB", help=memory)
-    rates = "the GPU's rates, which give the time: gpu-check's gpu_check.json"
-    parser.add_argument("--rates", metavar="FILE", help=rates)
-    for option, text, _ in _LIMITS.values():
-        parser.add_argument(option, type=positive(float), metavar="R", help=text)
-    parser.add_argument("--seq", type=positive(int), metavar="S", help="tokens of a row (default: 85, TOFU's mean)")
-    targets = "target tokens of a row (default: 37 of 85, TOFU's mean)"
-    parser.add_argument("--targets", type=positive(int), metavar="T", help=targets)
-    parser.add_argument("--json", action="store_true", help="one JSON object, in bytes, operations and seconds")
-    options, words = parser.parse_known_args(arguments)
-    options.config = options.config or take_config(words)
-    if options.config is None:
-        raise UsageError(f"CONFIG is missing: {USAGE}")
-    find_config(options.config)  # before torch is imported
-    refuse_options(words, "finch estimate")
-    return options, words
 
 
 def _estimate(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:

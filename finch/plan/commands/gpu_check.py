@@ -1,4 +1,4 @@
-"""`finch gpu-check`: does this machine compute a training step right?"""
+"""`finch doctor --gpu`: does this machine compute a training step right?"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from finch.base.errors import UserError
+from finch.base.errors import UserError, writing
 from finch.base.extras import require_extras
 
 _CPU_RANKS, _MAX_RANKS = 2, 8
@@ -17,15 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Compares attention, training steps, objectives, whole runs and ranks on this machine's GPUs with float64, the CPU or one rank, and "
         "measures rates. Needs no weights and no network; at most eight minutes. Exit code 1 if a line fails."
     )
-    parser.add_argument("--quick", action="store_true", help="fewer cases, at most two and a half minutes")
-    parser.add_argument("--cpu", action="store_true", help="tiny models on the CPU with gloo; tests the check itself")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path(),
-        metavar="DIR",
-        help="folder for gpu_check.json and gpu_check.md (default: .)",
-    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="fewer cases, at most two and a half minutes")
+    add("--cpu", action="store_true", help="tiny models on the CPU with gloo; tests the check itself")
+    text = "folder for gpu_check.json and gpu_check.md (default: .)"
+    add("--out", type=Path, default=Path(), metavar="DIR", help=text)
 
 
 def main(parsed: argparse.Namespace) -> None:
@@ -34,17 +30,15 @@ def main(parsed: argparse.Namespace) -> None:
     Raises:
         UserError: there is no GPU, or ``--out`` cannot be written.
     """
-    require_extras("finch gpu-check", "torchtune")
+    require_extras("finch doctor --gpu", "torchtune")
     import torch
 
     from finch.plan.gpu_check.phases import run_phases
 
     number = torch.cuda.device_count()
     if not parsed.cpu and not number:
-        raise UserError("finch gpu-check finds no GPU (torch.cuda sees 0): add --cpu for tiny models on the CPU")
-    try:
+        raise UserError("finch doctor --gpu finds no GPU (torch.cuda sees 0): add --cpu for tiny models on the CPU")
+    with writing(f"--out {parsed.out}"):
         parsed.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {parsed.out} cannot be written ({error.strerror}); give another folder") from error
     device, ranks = ("cpu", _CPU_RANKS) if parsed.cpu else ("cuda", min(number, _MAX_RANKS))
     sys.exit(not run_phases(parsed.out / "gpu_check", device=device, ranks=ranks, quick=parsed.quick))

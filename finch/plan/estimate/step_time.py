@@ -1,4 +1,4 @@
-"""How long a step takes by what limits it, at rates that were given or that `finch gpu-check` has measured."""
+"""How long a step takes by what limits it, at rates that were given or that `finch doctor --gpu` has measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from finch.base.errors import UserError
 if TYPE_CHECKING:
     from finch.plan.estimate.fake_step import StepEstimate
 
-# What gpu-check's lines are called; of products and all-reduces the beginning.
+# What the check's lines are called; of products and all-reduces the beginning.
 MATRIX_PRODUCTS, ALL_REDUCE = "matrix products of", "all-reduce over"
 COPY = "copy on the device, GB/s read and written"
 LAUNCH = "a small operation, of forward and backward, us"
@@ -55,7 +55,9 @@ def read_rates(file: str, dtype: str) -> Rates:
         phases = json.loads(Path(file).read_text(encoding="utf-8"))["phases"]
         lines = [(line["name"], line["seen"]) for phase in phases for line in phase["lines"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--rates {file} is no gpu_check.json of `finch gpu-check`; give one, or the rates") from error
+        raise UserError(
+            f"--rates {file} is no gpu_check.json of `finch doctor --gpu`; give one, or the rates"
+        ) from error
 
     def first(beginning: str, word: str = "") -> float | None:
         return next((float(seen) for name, seen in lines if name.startswith(beginning) and word in name and seen), None)

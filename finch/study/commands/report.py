@@ -11,34 +11,19 @@ from finch.cli.arguments import names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a sweep's: all of its cells"
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a sweep's: all of its cells")
+    text = "folder for report.html, report.md, summary.csv and figures"
+    add("--out", type=Path, required=True, metavar="DIR", help=text)
+    text = "the evaluated task, or the probe, that was learned, where there are several new ones"
+    add("--new-task", metavar="NAME", help=text)
+    text = (
+        "the old tasks of the trade-off, with commas: evaluated tasks, or probes such as stories.loss or own_answers.kl, all of one unit "
+        "(points or nats); default: all old tasks, those in points where there are both. The others are in the tables of changes"
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="folder for report.html, report.md, summary.csv and figures",
-    )
-    parser.add_argument(
-        "--new-task",
-        metavar="NAME",
-        help="the evaluated task, or the probe, that was learned, where there are several new ones",
-    )
-    parser.add_argument(
-        "--old-tasks",
-        type=names,
-        metavar="NAMES",
-        help="the old tasks of the trade-off, with commas: evaluated tasks, or probes such as stories.loss or own_answers.kl, all of one unit "
-        "(points or nats); default: all old tasks, those in points where there are both. The others are in the tables of changes",
-    )
-    parser.add_argument(
-        "--base",
-        type=Path,
-        metavar="DIR",
-        help="folder of the pretrained model's results, where they are no longer where finch evaluate wrote them",
-    )
+    add("--old-tasks", type=names, metavar="NAMES", help=text)
+    text = "folder of the pretrained model's results, where they are no longer where finch evaluate wrote them"
+    add("--base", type=Path, metavar="DIR", help=text)
 
 
 def main(parsed: argparse.Namespace) -> None:

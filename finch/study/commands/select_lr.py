@@ -1,4 +1,4 @@
-"""`finch select-lr`: the largest learning rate of a sweep that forgets little."""
+"""`finch report --select-lr`: the largest learning rate of a sweep that forgets little."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ import argparse
 from pathlib import Path
 
 from finch.base.errors import UserError
-from finch.study.sweep.select_lr import rates_of, select_rate, sweep_runs
+from finch.study.sweep.select_lr import MAX_FORGETTING, rates_of, select_rate, sweep_runs, table
+
+_WIDTHS = (14, 22, 22, 6, 0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("out", type=Path, metavar="SWEEP_OUT", help="the folder of a sweep's runs")
-    parser.add_argument(
-        "--method", default="sft", help="whose runs are compared: a method, or a label of the grid (default: sft)"
-    )
-    parser.add_argument(
-        "--max-forgetting",
-        type=float,
-        default=2.0,
-        metavar="POINTS",
-        help="average forgetting must be below it (default: 2, the paper's)",
-    )
+    add = parser.add_argument
+    add("out", type=Path, metavar="SWEEP_OUT", help="the folder of a sweep's runs")
+    add("--method", default="sft", help="whose runs are compared: a method, or a label of the grid (default: sft)")
+    text = f"average forgetting must be below it (default: {MAX_FORGETTING:g}, the paper's)"
+    add("--max-forgetting", type=float, default=MAX_FORGETTING, metavar="POINTS", help=text)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -31,12 +27,10 @@ def main(args: argparse.Namespace) -> None:
     """
     rates = rates_of(sweep_runs(args.out), args.method)
     chosen = select_rate(rates, args.max_forgetting)
-    print(f"{'optimizer.lr':<14}{'forgetting':<22}{'on the other half':<22}{'runs':<6}other values")
-    for rate in rates:
-        other = ", ".join(f"{key}={value}" for key, value in rate.values.items())
-        mark = "  <-" if rate is chosen else ""
-        row = f"{rate.lr:<14g}{rate.forgetting!s:<22}{rate.reported!s:<22}{len(rate.runs):<6}{other}{mark}"
-        print(row.rstrip())
+    rows = table(rates)
+    for rate, cells in zip([None, *rates], [list(rows[0]), *(row.values() for row in rows)], strict=True):
+        mark = "  <-" if rate is not None and rate is chosen else ""
+        print(("".join(f"{cell:<{width}}" for cell, width in zip(cells, _WIDTHS, strict=True)) + mark).rstrip())
     if chosen is None:
         least = min(rates, key=lambda rate: rate.forgetting.mean)
         raise UserError(
@@ -46,5 +40,4 @@ def main(args: argparse.Namespace) -> None:
     print(
         f"\noptimizer.lr={chosen.lr:g}: {chosen.reported} points of average forgetting on the documents that did not choose it"
     )
-    for run in chosen.runs:
-        print(run)
+    print(*chosen.runs, sep="\n")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from finch.base import run_files
-from finch.base.errors import UsageError, UserError
+from finch.base.errors import UsageError, UserError, writing
 from finch.base.extras import require_extras
 from finch.base.files import atomic_file, existing_part, gigabytes, make_folder, write_text
 from finch.base.log import logger
@@ -56,18 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs, evaluate.KEY=value the evaluation. The same command continues a sweep: finished cells are skipped, cut-off ones resumed, "
         "failed ones tried again."
     )
-    parser.add_argument("--jobs", type=int, metavar="N", help="cells at a time (default: 1; with --slurm: no limit)")
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the cells, what is left to do and the first cell's commands, and check all that a sweep checks; start nothing",
-    )
-    parser.add_argument("--out", metavar="DIR", help="in place of the grid's out")
-    parser.add_argument("--nproc_per_node", metavar="N", help="ranks of each run, as for finch run (default: 1)")
-    parser.add_argument(
-        "--skip-training", action="store_true", help="train nothing: evaluate the cells that are trained"
-    )
-    parser.add_argument("--slurm", action="store_true", help="submit a job array; all other options are sbatch's")
+    add = parser.add_argument
+    add("--jobs", type=int, metavar="N", help="cells at a time (default: 1; with --slurm: no limit)")
+    text = "print the cells, what is left to do and the first cell's commands, and check all that a sweep checks; start nothing"
+    add("--dry-run", action="store_true", help=text)
+    add("--out", metavar="DIR", help="in place of the grid's out")
+    add("--nproc_per_node", metavar="N", help="ranks of each run, as for finch run (default: 1)")
+    add("--skip-training", action="store_true", help="train nothing: evaluate the cells that are trained")
+    add("--slurm", action="store_true", help="submit a job array; all other options are sbatch's")
 
 
 def main(args: argparse.Namespace, rest: Sequence[str]) -> None:
@@ -140,10 +136,8 @@ def _run(grid: Grid, jobs: Sequence[Job], args: argparse.Namespace) -> None:
 
     from finch.study.sweep.local import LocalSweep
 
-    try:
+    with writing(f"out={grid.out}", "give another folder by --out"):
         make_folder(grid.out)
-    except OSError as error:
-        raise UserError(f"out={grid.out} cannot be written ({error.strerror}); give another folder by --out") from error
     num_gpus = 0 if args.nproc_per_node else torch.cuda.device_count()
     local = LocalSweep(jobs, num_parallel=args.jobs or 1, num_gpus=num_gpus, trains=not args.skip_training)
     print(f"{len(jobs)} cells in {grid.out}, {args.jobs or 1} at a time", flush=True)
@@ -349,13 +343,11 @@ class _Submission:
             options.settings["FINCH_CONTAINER_MOUNTS"] = ",".join(dict.fromkeys(filter(None, mounts)))
         self._run_script, self._sweep_script = (self.folder / script.name for script in scripts)
         if not is_dry_run:
-            try:
+            with writing(f"out={grid.out}", "give another --out"):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for script in scripts:
                     with atomic_file(self.folder / script.name) as partial:
                         shutil.copyfile(script, partial)
-            except OSError as error:
-                raise UserError(f"out={grid.out} cannot be written ({error.strerror}); give another --out") from error
 
     def submit_array(self, jobs: Sequence[Job], max_parallel: int | None, *, after: Sequence[str]) -> str:
         """Returns the array's id."""

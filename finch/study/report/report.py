@@ -14,7 +14,7 @@ from typing import Any
 
 from finch import __version__
 from finch.base import files
-from finch.base.errors import UserError
+from finch.base.errors import writing
 from finch.base.log import printable
 from finch.study.report.content import Report
 from finch.study.report.measures import compare
@@ -58,7 +58,7 @@ def write_report(
     options += ["--new-task", new_task] if new_task is not None else []
     options += ["--old-tasks", ",".join(old_tasks)] if old_tasks is not None else []
     figures = out / FIGURES
-    try:
+    with writing(f"--out={out}"):
         figures.mkdir(parents=True, exist_ok=True)
         if not os.access(figures, os.W_OK):
             raise PermissionError(None, "permission denied")
@@ -78,8 +78,6 @@ def write_report(
         for name, text in texts.items():
             with files.atomic_file(out / name) as partial:
                 files.write_text(partial, text)
-    except OSError as error:
-        raise UserError(f"--out={out} cannot be written ({error.strerror or error}); give another folder") from error
     return out / PAGE
 
 

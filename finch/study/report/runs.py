@@ -152,7 +152,7 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
 
 
 def sort_runs(runs: Iterable[Run]) -> list[Run]:
-    """By method, as `finch methods` lists them, after these by label; then by learning rate, the other values and seed."""
+    """By method, as `finch list methods` lists them, after these by label; then by learning rate, the other values and seed."""
     order = list(METHODS)
 
     def key(run: Run) -> tuple[object, ...]:

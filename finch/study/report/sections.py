@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from finch.base import run_files
+from finch.base.errors import UserError
 from finch.evaluation.results import POINTS
 from finch.evaluation.tasks.confidence import stated_confidences
 from finch.study.report import figures, tables
@@ -16,6 +19,7 @@ from finch.study.report.selection import Measure, task_probes
 from finch.study.report.style import PRETRAINED, Drawing, Style
 from finch.study.report.summary import commands, provenance
 from finch.study.report.tables import Table
+from finch.study.sweep.select_lr import MAX_FORGETTING, Rate, rates_of, select_rate, table
 from finch.training.style import LESS_FORGOTTEN, MORE_LEARNED
 
 PROBE_METRICS = {
@@ -51,7 +55,14 @@ def make_sections(report: Report, options: Sequence[str]) -> list[Section]:
     Args:
         options: of the report's own command line.
     """
-    parts = (_trade_off_sections, _changes_section, _reliability_section, _training_section, _paper_section)
+    parts = (
+        _trade_off_sections,
+        _changes_section,
+        _reliability_section,
+        _small_lr_section,
+        _training_section,
+        _paper_section,
+    )
     return [*(section for part in parts for section in part(report)), _origin_section(report, options)]
 
 
@@ -131,6 +142,24 @@ def _reliability_drawing(report: Report, measure: Measure) -> Drawing | None:
         levels["chance"] = measure.chance
     base = next((outcomes[measure.name].base for _, outcomes in found if outcomes[measure.name].base), None)
     return figures.draw_reliability(report, marks, base, levels, measure)
+
+
+def _small_lr_section(report: Report) -> Iterator[Section]:
+    """The paper's rule, where the report has SFT at several rates of a sweep."""
+    runs = [run.folder for run in report.comparison.runs if run.results and (run.folder / run_files.CELL).is_file()]
+    rates: Sequence[Rate] = ()
+    with contextlib.suppress(UserError):  # none, no old tasks or too few documents: the command says which
+        rates = rates_of(runs, "sft")
+    if len(rates) > 1:
+        chosen = select_rate(rates, MAX_FORGETTING)
+        text = (
+            f"The paper's rule takes the largest rate of SFT that forgets less than {MAX_FORGETTING:g} points on average: "
+            f"{'none' if chosen is None else f'{chosen.lr:g}'}. One half of the old tasks' documents chooses, the other says what it forgets. "
+            "For another method or limit: finch report --select-lr."
+        )
+        shown = {column for row in table(rates) for column, cell in row.items() if cell}
+        rows = [{column: cell for column, cell in row.items() if column in shown} for row in table(rates)]
+        yield Section("small-lr", "SFT's learning rates", [text], tables=[Table("Points forgotten on average", rows)])
 
 
 def _training_section(report: Report) -> Iterator[Section]:

@@ -168,8 +168,8 @@ def _small_lr_note(comparison: Comparison) -> Iterator[str]:
     is_there = any(run.method == SMALL_LR for run in comparison.runs)
     if is_there and any(not measure.is_probe for measure in comparison.old):
         yield (
-            "small_lr's learning rate was chosen on half of the old tasks' documents, which are among those reported here; finch select-lr shows the other "
-            "half alone."
+            "small_lr's learning rate was chosen on half of the old tasks' documents, which are among those reported here; what it forgets on the "
+            "other half is in the table of SFT's rates."
         )
 
 

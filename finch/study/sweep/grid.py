@@ -1,6 +1,6 @@
 """GRID.yaml: a config, the values that its keys take, and how the runs are evaluated; the cells, each one run.
 
-config: qwen3/4B_sft                 a file, or a name of `finch configs`
+config: qwen3/4B_sft                 a file, or a name of `finch list configs`
 out: out/sweeps/mine                 each cell is a folder in it
 keep: all                            best or last: of a trained cell's models only that one, and no state to resume from
 overrides: {epochs: 3}               of all cells
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from finch.base import run_files
-from finch.base.errors import UserError
+from finch.base.errors import UserError, writing
 from finch.base.files import atomic_file, make_folder, write_text
 from finch.config.instantiate import did_you_mean, find_grid, load_config
 from finch.config.methods import METHODS, split_name
@@ -49,7 +49,7 @@ LOG = "lr_scheduler.log"
 DEFAULT_ALPHA = 0.5
 
 RUN, WISE_FT, SMALL_LR = "run", "wise_ft", "small_lr"
-"""Kinds of cells: a training run; an interpolation of a trained cell; a link to the trained cell that `finch select-lr` chooses."""
+"""Kinds of cells: a training run; an interpolation of a trained cell; a link to the trained cell that `finch report --select-lr` chooses."""
 
 WAITING, RUNNING, FINISHED, EVALUATED, FAILED = "waiting", "running", "finished", "evaluated", "failed"
 """A cell's status in cell.json."""
@@ -179,12 +179,10 @@ def write_cell(cell: Cell, *, task: str | None, status: str, source: Path | None
         "source": None if source is None else f"../{source.name}",
         "status": status,
     }
-    try:
+    with writing(f"{cell.folder}", "give another folder: out"):
         make_folder(cell.folder)
         with atomic_file(cell.folder / run_files.CELL) as partial:
             write_text(partial, json.dumps(content, indent=2) + "\n")
-    except OSError as error:
-        raise UserError(f"{cell.folder} cannot be written ({error.strerror}); give another folder: out") from error
 
 
 def read_cell(folder: Path) -> dict[str, Any]:
@@ -244,7 +242,7 @@ class Grid:
 
     Attributes:
         recipe: every cell's. None: the cell's model decides.
-        config: a path or a name of `finch configs`.
+        config: a path or a name of `finch list configs`.
         out: the cells' parent folder, an absolute path.
         overrides: ``key=value`` of all cells.
         mappings: of key to values. The cells are the union of their products.
@@ -340,7 +338,7 @@ def cells_of(grid: Grid) -> list[Cell]:
     A cell of WiSE-FT depends on the cell with the same values and its method without ``wise_ft`` (sft), which is added where the grid
     does not have it. One with a label is used only where there is no other. A cell of lr_replay depends on the cell that
     ``lr_scheduler.log: {cell: VALUES}`` describes. A cell of small_lr without optimizer.lr is the SFT cell of the rate that
-    `finch select-lr` chooses, if the grid evaluates SFT cells without a label.
+    `finch report --select-lr` chooses, if the grid evaluates SFT cells without a label.
 
     Raises:
         UserError: an unknown method; no cell, or several, that a cell of lr_replay could replay.

@@ -133,7 +133,7 @@ class Job:
             [source] = self.cell.dependencies
             tuned = run_files.chosen_model(source) or source / run_files.BEST
             options = ["--base", self.pretrained, "--tuned", str(tuned), "--alpha", f"{self.alpha:g}"]
-            return [*FINCH, "wise-ft", *options, "--out", str(self.cell.folder)]
+            return [*FINCH, "average", *options, "--out", str(self.cell.folder)]
         return [*FINCH, "run", *self.launcher, *run_words(self.grid, self.cell)]
 
     def evaluate_commands(self) -> list[list[str]]:

@@ -157,6 +157,20 @@ def select_rate(rates: Sequence[Rate], max_forgetting: float) -> Rate | None:
     return max(allowed, key=lambda rate: (rate.lr, -rate.forgetting.mean), default=None)
 
 
+def table(rates: Sequence[Rate]) -> list[dict[str, str]]:
+    """A row for each rate, with 95% intervals."""
+    return [
+        {
+            "optimizer.lr": f"{rate.lr:g}",
+            "forgetting": str(rate.forgetting),
+            "on the other half": str(rate.reported),
+            "runs": str(len(rate.runs)),
+            "other values": ", ".join(f"{key}={value}" for key, value in rate.values.items()),
+        }
+        for rate in rates
+    ]
+
+
 def sweep_runs(out: Path) -> list[Path]:
     """The cells' folders in a sweep's folder that are evaluated.
 

@@ -143,7 +143,7 @@ def test_auto_config_takes_the_batch_that_fits_a_gpu(on_gpu, monkeypatch, caplog
     """By the real estimate, which a later start finds; a sweep's rates do not ask again."""
     monkeypatch.setattr(trial, "LIMIT_S", 600.0)  # of a busy machine
     assert on_gpu(10**9) == (16, 1, False, False)
-    assert re.search(r"rows of \d+ tokens take [\d.]+ [kM]B of 0.9 GB by `finch estimate`", caplog.text)
+    assert re.search(r"rows of \d+ tokens take [\d.]+ [kM]B of 0.9 GB by `finch check --exact`", caplog.text)
     assert not torch.distributed.is_initialized()
     monkeypatch.setattr(fake_step, "estimate_step", None)
     assert on_gpu(10**9, "optimizer.lr=1e-4", "seed=7") == (16, 1, False, False)
@@ -154,7 +154,11 @@ def test_auto_config_takes_the_batch_that_fits_a_gpu(on_gpu, monkeypatch, caplog
     ("answers", "expected", "message"),
     [
         ([2e9, 5e8], (4, 4, True, True), "take 500.00 MB of 0.9 GB"),
-        ([2e9, 2e9, 2e9], (1, 16, True, True), "take 2.00 GB of 0.9 GB by `finch estimate`: too much; batch_size=1"),
+        (
+            [2e9, 2e9, 2e9],
+            (1, 16, True, True),
+            "take 2.00 GB of 0.9 GB by `finch check --exact`: too much; batch_size=1",
+        ),
         ([2e9, "late"], (1, 16, True, True), "the estimate was not done in 30 s"),
         ([UserError("it needs values")], (1, 16, True, True), "no estimate (it needs values)"),
         ([RuntimeError(".numpy() is not supported")], (1, 16, True, True), "no estimate (.numpy() is not supported)"),
@@ -276,7 +280,7 @@ def test_auto_config_mistakes_are_one_line(arguments, message, folder, rows_file
 
 
 def test_configs_show_prints_the_complete_auto_config(folder, rows_file, capsys):
-    printed = finch(capsys, "configs", "show", "auto", f"model_dir={folder}", f"data_files={rows_file}")[1]
+    printed = finch(capsys, "list", "--show", "auto", f"model_dir={folder}", f"data_files={rows_file}")[1]
     shown = yaml.safe_load(printed)
     assert (shown["model"]["num_layers"], shown["dataset"]["format"]) == (2, "question_answer")
-    assert finch(capsys, "configs", "show", "auto")[0] == 0  # the template
+    assert finch(capsys, "list", "--show", "auto")[0] == 0  # the template

@@ -71,7 +71,7 @@ def test_check_takes_the_formula_for_models_of_many_layers(check, monkeypatch):
     monkeypatch.setattr("finch.plan.commands.check._MAX_FAKE_LAYERS", 1)
     code, out = check()
     assert code == 0, out
-    assert "by a formula; `finch estimate` takes longer and is closer" in out
+    assert "by a formula; `finch check --exact` takes longer and is closer" in out
     assert memory_of(out)["weights"] == memory_of(out)["gradients"] == 78.5
 
 

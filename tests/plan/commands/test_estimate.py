@@ -1,4 +1,4 @@
-"""`finch estimate` on a small model whose files do not exist."""
+"""`finch check --exact` on a small model whose files do not exist."""
 
 import json
 import re
@@ -16,7 +16,7 @@ def estimate(tmp_path, capsys):
         absent = tmp_path / "absent"
         config = write_config(tmp_path / "config", make_config(absent, absent / "rows", tmp_path / "run", **changes))
         before = sorted(tmp_path.rglob("*"))
-        result = finch(capsys, "estimate", config, *arguments)
+        result = finch(capsys, "check", "--exact", config, *arguments)
         assert sorted(tmp_path.rglob("*")) == before
         assert not torch.distributed.is_initialized()
         return result

@@ -1,4 +1,4 @@
-"""`finch gpu-check` as a user starts it."""
+"""`finch doctor --gpu` as a user starts it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from helpers.runs import ROOT, environment
 
 
 def gpu_check(*options, cwd):
-    command = [sys.executable, "-m", "finch.cli", "gpu-check", *options]
+    command = [sys.executable, "-m", "finch.cli", "doctor", "--gpu", *options]
     env = environment(ROOT, ROOT / "recipes", CUDA_VISIBLE_DEVICES="")
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=700, check=False)
 
@@ -20,7 +20,7 @@ def test_without_a_gpu_it_offers_the_cpu(tmp_path):
     done = gpu_check(cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.split("\n")[1:] == [
-        "finch: error: finch gpu-check finds no GPU (torch.cuda sees 0): add --cpu for tiny models on the CPU",
+        "finch: error: finch doctor --gpu finds no GPU (torch.cuda sees 0): add --cpu for tiny models on the CPU",
         "",
     ]
     assert not any(tmp_path.iterdir())

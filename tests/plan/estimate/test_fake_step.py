@@ -207,7 +207,7 @@ def test_rates_are_those_of_gpu_checks_file(tmp_path):
     file.write_text(json.dumps({"phases": [{"lines": [{"name": name, "seen": seen} for name, seen in lines]}]}))
     assert read_rates(str(file), "bfloat16") == Rates(600, 3000, 8, None)
     file.write_text("[]")
-    with pytest.raises(UserError, match=r"gpu_check.json is no gpu_check.json of `finch gpu-check`"):
+    with pytest.raises(UserError, match=r"gpu_check.json is no gpu_check.json of `finch doctor --gpu`"):
         read_rates(str(file), "bfloat16")
 
 

@@ -1,6 +1,6 @@
 """The epoch that a sweep chooses by validation scores: by what, and that an interruption anywhere costs nothing.
 
-Functions stand in the place of the processes of `finch run`, `finch evaluate` and `finch wise-ft`.
+Functions stand in the place of the processes of `finch run`, `finch evaluate` and `finch average`.
 """
 
 import itertools
@@ -45,7 +45,7 @@ class Programs:
         options = dict(itertools.pairwise(words))
         if verb == "run":
             self.train(Path(next(word for word in words if word.startswith("output_dir="))[len("output_dir=") :]))
-        elif verb == "wise-ft":
+        elif verb == "average":
             folder = Path(options["--out"], "alpha_0.5")
             folder.mkdir(parents=True)
             (folder / "model").write_text((Path(options["--tuned"]) / "model").read_text())

@@ -2,12 +2,14 @@
 
 import json
 import random
+import re
 
 import numpy as np
 import pytest
 from helpers.runs import finch
 
 from finch.evaluation.results import SuiteResult, TaskResult, write_result
+from finch.study.report.report import write_report
 from finch.study.sweep.select_lr import _is_reported, rates_of, select_rate
 
 
@@ -93,7 +95,7 @@ def test_labelled_runs_count_only_under_their_label(out):
 
 
 def test_command_prints_all_rates_and_the_runs(out, capsys):
-    code, printed, _ = finch(capsys, "select-lr", str(out), "--max-forgetting", "1.95")
+    code, printed, _ = finch(capsys, "report", "--select-lr", str(out), "--max-forgetting", "1.95")
     assert code == 0
     assert printed.splitlines()[1:4] == [
         "1e-05         1.00 [1.00, 1.00]     1.00 [1.00, 1.00]     2",
@@ -104,9 +106,19 @@ def test_command_prints_all_rates_and_the_runs(out, capsys):
     assert printed.endswith(f"{last}\n{out}/sft_2e-05_0\n")
 
 
+def test_report_has_the_table_of_rates(out, tmp_path):
+    page = write_report([out], tmp_path / "report").with_name("report.md").read_text()
+    _, _, section = page.partition("## SFT's learning rates")
+    assert "forgets less than 2 points on average: 2e-05" in section
+    assert re.findall(r"^\| (\S+) \| (\S+ \[.*?\]) \| (\S+ \[.*?\]) \| (\d) \|$", section, re.MULTILINE) == [
+        (rate, *[f"{points} [{points}, {points}]"] * 2, runs)
+        for rate, points, runs in (("1e-05", "1.00", "2"), ("2e-05", "1.90", "1"), ("5e-05", "2.01", "1"))
+    ]
+
+
 def test_no_rate_is_one_line(out, capsys):
     def error_of(*arguments):
-        code, _, error = finch(capsys, "select-lr", *arguments)
+        code, _, error = finch(capsys, "report", "--select-lr", *arguments)
         assert (code, error.count("finch: error: ")) == (1, 1)
         return error
 

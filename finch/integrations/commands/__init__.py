@@ -1,0 +1,1 @@
+"""This room's commands, one a module: ``add_arguments`` and ``main``."""
