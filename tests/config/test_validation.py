@@ -94,9 +94,9 @@ def test_check_fills_in_a_block_without_a_component():
     assert checked(checkpoint={"every_n_minutes": 0.5}).checkpoint == expected
     assert checked(checkpoint=None).checkpoint == checked().checkpoint
     assert checked(epochs="???").epochs == 1
-    assert checked(probes={"a": {"rows": "???"}}).probes.a.rows == 32
+    assert checked(probes={"a": {"rows": "???"}}).probes.a.top_k == 512
     assert checked(probes={"a": None}).probes is None
-    assert checked(probes={"a": {"rows": None}}).probes.a.rows == 32
+    assert checked(probes={"a": {"rows": None}}).probes.a.top_k == 512
 
 
 @pytest.mark.parametrize("key", UNSUPPORTED_KEYS)
