@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from helpers.runs import finch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -123,6 +124,36 @@ FOUND = [
     Skill("languages", 0.1, 0.08, 0.12, 20, 0.5, 0.5, 0.0, None, None, 20),
     Skill("talk", 0.1, 0.05, 0.2, 20),
 ]
+
+
+def test_command_prints_tables_or_json_and_is_a_gate(folders, tmp_path, capsys):
+    base, tuned = folders
+    given = ("evaluate", "--base", str(base), "--tuned", str(tuned), "--out", str(tmp_path / "out"))
+    code, out, err = finch(capsys, *given)
+    assert code == 0, err
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[1:3] == [
+        ["tuned"],
+        ["skill", "KL,", "nats", "per", "token", "[95%]", "n", "right", "before", "after", "change,", "points", "[95%]", "n"],
+    ]
+    assert sorted(line[0] for line in lines[3:]) == ["code", "talk"]
+    code, out, err = finch(capsys, *given, "--json", "--max-kl", "0.001", "--max-drop", "100")
+    (model,) = json.loads(out)
+    assert code == 3
+    assert err.splitlines()[-1].startswith("tuned: ")
+    assert "is above --max-kl=0.001" in err
+    kl = {each["skill"]: each["kl"] for each in model["skills"]}
+    assert kl.keys() == {"code", "talk"}
+    assert min(kl.values()) > 0.001
+    for options, problem in (
+        (("--suite", "forgetting", "--json"), "--json is for skills; leave out --suite and --tasks, or --json"),
+        (("--max-drop", "-1"), "--max-drop=-1.0 must be at least 0"),
+        (("--nproc_per_node", "2"), "--nproc_per_node=2 is for suites; skills are measured by one process"),
+    ):
+        code, _, err = finch(capsys, *given, *options)
+        assert (code, problem in err) == (1, True), err
+    code, _, err = finch(capsys, *given[:3])
+    assert (code, "--tuned is missing; give the model to compare with --base" in err) == (1, True), err
 
 
 def test_table_says_what_is_shown():
