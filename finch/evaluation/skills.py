@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ SUITE, ANSWERS = "skills", "skills.answers.safetensors"
 KL = "_kl"
 """How the tasks end that are divergences; the others are accuracies."""
 MAX_NEW_TOKENS, TOP_K = 32, 512
-_BATCH_TOKENS = 2048
+CPU_ROWS = 16
+"""Of each skill on a CPU, where all of them take long."""
 _VERSIONS = ("torch", "transformers")
 
 
@@ -209,14 +211,17 @@ def _divergences(model: Any, rows: SkillRows, answers: Sequence[Answer]) -> dict
 
 def _accuracies(model: Any, rows: SkillRows, label: str) -> dict[str, list[dict[str, Any]]]:
     """By task, of each question whether the right choice has the largest log-likelihood per character, as lm-eval's acc_norm."""
-    flat = [sample for samples in rows.choices for sample in samples]
-    losses = iter(_losses(model, flat, f"skills: {label}: answers that are right or wrong"))
+    progress = Progress(len(rows.rows), is_shown=True, leave=False)
+    progress.set_title(f"skills: {label}: answers that are right or wrong")
     found: dict[str, list[dict[str, Any]]] = {}
     for number, (row, samples) in enumerate(zip(rows.rows, rows.choices, strict=True)):
+        progress.advance(1)
         if samples:
-            scores = [-next(losses) / len(choice) for choice in row["choices"]]
+            losses = _losses(model, samples)
+            scores = [-loss / len(choice) for loss, choice in zip(losses, row["choices"], strict=True)]
             is_right = row["choices"][scores.index(max(scores))] == row["answer"]
             found.setdefault(row["skill"], []).append({**_document(number, row), "score": float(is_right)})
+    progress.close()
     return found
 
 
@@ -225,28 +230,29 @@ def _document(number: int, row: dict[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _losses(model: Any, samples: Sequence[Sample], title: str) -> list[float]:
-    """[samples] the sum of the targets' cross-entropies, in nats."""
-    device, found = model.device, [0.0] * len(samples)
-    order = sorted(range(len(samples)), key=lambda index: -len(samples[index]["tokens"]))
-    progress = Progress(len(order), is_shown=True, leave=False)
-    progress.set_title(title)
-    while order:
-        size = max(1, _BATCH_TOKENS // len(samples[order[0]]["tokens"]))
-        batch, order = order[:size], order[size:]
-        tokens, labels = (
-            pad_sequence([torch.tensor(samples[index][key]) for index in batch], True, filler).to(device)
-            for key, filler in (("tokens", 0), ("labels", IGNORE_INDEX))
+def _losses(model: Any, samples: Sequence[Sample]) -> list[float]:
+    """[choices] the sum of the targets' cross-entropies, in nats; the prompt that the choices share is read once."""
+    first_target = min(next(i for i, label in enumerate(sample["labels"]) if label >= 0) for sample in samples)
+    columns = takewhile(
+        lambda column: len({*column}) == 1, zip(*(sample["tokens"] for sample in samples), strict=False)
+    )
+    prompt = [column[0] for column in columns][:first_target]
+    output = model(input_ids=torch.tensor([prompt], device=model.device), use_cache=True)
+    output.past_key_values.batch_repeat_interleave(len(samples))
+    tokens, labels, mask = (
+        pad_sequence([torch.tensor(each) for each in rows], True, filler).to(model.device)
+        for rows, filler in (
+            ([sample["tokens"][len(prompt) :] for sample in samples], 0),
+            ([sample["labels"][len(prompt) :] for sample in samples], IGNORE_INDEX),
+            ([[1] * len(sample["tokens"]) for sample in samples], 0),
         )
-        lengths = torch.tensor([[len(samples[index]["tokens"])] for index in batch], device=device)
-        mask = (torch.arange(tokens.shape[1], device=device) < lengths).long()
-        logits = model(input_ids=tokens, attention_mask=mask).logits[:, :-1]
-        losses = F.cross_entropy(logits.float().transpose(1, 2), labels[:, 1:], reduction="none").sum(1)
-        for index, loss in zip(batch, losses.tolist(), strict=True):
-            found[index] = loss
-        progress.advance(len(batch))
-    progress.close()
-    return found
+    )
+    logits = model(input_ids=tokens, attention_mask=mask, past_key_values=output.past_key_values).logits
+    before = output.logits[:, -1:].expand(
+        len(samples), -1, -1
+    )  # what the first token after the prompt is predicted from
+    logits = torch.cat([before, logits[:, :-1]], 1).float()
+    return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").sum(1).tolist()
 
 
 def _task(name: str, samples: list[dict[str, Any]]) -> TaskResult:

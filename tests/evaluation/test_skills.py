@@ -134,7 +134,22 @@ def test_command_prints_tables_or_json_and_is_a_gate(folders, tmp_path, capsys):
     lines = [line.split() for line in out.splitlines()]
     assert lines[1:3] == [
         ["tuned"],
-        ["skill", "KL,", "nats", "per", "token", "[95%]", "n", "right", "before", "after", "change,", "points", "[95%]", "n"],
+        [
+            "skill",
+            "KL,",
+            "nats",
+            "per",
+            "token",
+            "[95%]",
+            "n",
+            "right",
+            "before",
+            "after",
+            "change,",
+            "points",
+            "[95%]",
+            "n",
+        ],
     ]
     assert sorted(line[0] for line in lines[3:]) == ["code", "talk"]
     code, out, err = finch(capsys, *given, "--json", "--max-kl", "0.001", "--max-drop", "100")

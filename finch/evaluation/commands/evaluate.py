@@ -152,7 +152,7 @@ def _skills(parsed: argparse.Namespace) -> None:
     from finch.distributed.parallel import local_device
     from finch.evaluation.loading import resolve_dtype, shared_tokenizer
     from finch.evaluation.model_folders import find_base, find_tuned, labels
-    from finch.evaluation.skills import as_json, beyond, measure, read_skills, table
+    from finch.evaluation.skills import CPU_ROWS, as_json, beyond, measure, read_skills, table
     from finch.models.chat_tokenizer import TOKENIZER
 
     base = find_base(parsed.base)
@@ -160,9 +160,12 @@ def _skills(parsed: argparse.Namespace) -> None:
     for folder in (base, *tuned):
         _check_files(folder, by_digest=parsed.verify)
     shared_tokenizer(base, tuned)
+    device, limit = local_device(parsed.device), parsed.limit
+    if limit is None and device.type == "cpu":
+        limit = CPU_ROWS
+        logger.info(f"skills: {limit} rows of each on a CPU; --limit N takes more")
     # The tuned model's template is the one that it was trained with.
-    rows = read_skills(tuned[0].path if (tuned[0].path / TOKENIZER).is_file() else base.path, parsed.limit)
-    device = local_device(parsed.device)
+    rows = read_skills(tuned[0].path if (tuned[0].path / TOKENIZER).is_file() else base.path, limit)
     dtype = resolve_dtype(parsed.dtype, base.path, device)
     found = measure(base, tuned, rows, out=parsed.out, dtype=dtype, device=device, trust=parsed.trust)
     if parsed.json:

@@ -30,7 +30,9 @@ def test_unknown_names_are_corrected(refused):
     assert refused("--suite", "forgeting") == "--suite forgeting is unknown, did you mean forgetting?"
     assert "--tasks helaswag is not in --suite forgetting, did you mean hellaswag?" in refused("--tasks", "helaswag")
     assert refused("--tasks", "tofu").startswith("--tasks tofu is not in --suite forgetting: it has hellaswag, ")
-    assert refused(suite=()).startswith("--suite is missing; give one of forgetting, reliability")
+    assert refused(suite=()).startswith(
+        "--tuned is missing; give the model to compare with --base, or --suite forgetting"
+    )
     assert "--new-task tofu is not one of the lm-eval tasks of --tasks" in refused("--new-task", "tofu")
 
 
