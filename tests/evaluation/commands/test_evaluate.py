@@ -7,14 +7,15 @@ import pytest
 from helpers.evaluation import write_data_root
 from helpers.runs import finch
 
-from finch.evaluation import loading
+from finch.evaluation import loading, runner, skills
 
 
 @pytest.fixture
 def refused(capsys, base_folder, tmp_path, monkeypatch):
     """The one line that the command ends with."""
     data_root = write_data_root(tmp_path / "data")
-    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("weights were loaded"))
+    for module in (runner, skills):
+        monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("weights were loaded"))
 
     def run(*arguments, base=base_folder, data=("--data-root", data_root), suite=("--suite", "forgetting")):
         options = ("--base", base, "--out", tmp_path / "out", *suite, *data, *arguments)
