@@ -57,7 +57,7 @@ SUITE, ANSWERS = "skills", "skills.answers.safetensors"
 KL = "_kl"
 """How the tasks end that are divergences; the others are accuracies."""
 MAX_NEW_TOKENS, TOP_K = 32, 512
-CPU_ROWS = 16
+CPU_ROWS = 8
 """Of each skill on a CPU, where all of them take long."""
 _VERSIONS = ("torch", "transformers")
 
