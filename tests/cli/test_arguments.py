@@ -14,7 +14,7 @@ from finch.cli import main as cli
     ("words", "message"),
     [
         (["rnu"], "finch rnu does not exist, did you mean run? see finch --help"),
-        (["list", "confgs"], "finch list confgs does not exist, did you mean configs? see finch list --help"),
+        (["list", "confixs"], "finch list confixs does not exist, did you mean configs? see finch list --help"),
         (["evaluate", "--base", "x", "--tuend", "y"], "finch evaluate does not take --tuend, did you mean --tuned?"),
         (["chat"], "the following arguments are required: RUN; see finch chat --help"),
         (["run"], "CONFIG is missing: finch run [torchrun options] CONFIG"),
