@@ -7,6 +7,7 @@ a score does. And where one of four answers is right: how often it has the large
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -32,7 +33,6 @@ from finch.evaluation.model_folders import ModelFolder, labels
 from finch.evaluation.results import (
     NATS,
     OLD,
-    POINTS,
     SuiteResult,
     TaskResult,
     read_result,
@@ -40,7 +40,7 @@ from finch.evaluation.results import (
     write_result,
 )
 from finch.evaluation.statistics import mean_interval, paired_delta
-from finch.evaluation.tasks.task import scored
+from finch.evaluation.tasks.task import mean, scored
 from finch.integrations.self_replay import (
     BATCH_ROWS,
     Answer,
@@ -54,8 +54,6 @@ from finch.models import auto_tokenizer
 from finch.objectives import IGNORE_INDEX
 
 SUITE, ANSWERS = "skills", "skills.answers.safetensors"
-KL = "_kl"
-"""How the tasks end that are divergences; the others are accuracies."""
 MAX_NEW_TOKENS, TOP_K = 32, 512
 CPU_ROWS = 8
 """Of each skill on a CPU, where all of them take long."""
@@ -162,7 +160,7 @@ def measure(
             output.mkdir(parents=True, exist_ok=True)
             save_answers(answers, answers_file)
         answers = answers or read_answers(answers_file)
-        samples = {**_divergences(model, rows, answers), **_accuracies(model, rows, folder.label)}
+        samples = _samples(model, rows, answers, folder.label)
         del model
         result = SuiteResult(
             suite=SUITE,
@@ -200,33 +198,23 @@ def _answers(model: Any, rows: SkillRows) -> Iterator[Answer]:
     progress.close()
 
 
-def _divergences(model: Any, rows: SkillRows, answers: Sequence[Answer]) -> dict[str, list[dict[str, Any]]]:
-    """By task, of each prompt the mean KL over its answer's tokens."""
-    sums = answer_kl(model, answers).double().tolist()
-    found: dict[str, list[dict[str, Any]]] = {f"{skill}{KL}": [] for skill in rows.skills}
-    for number, (row, answer, kl) in enumerate(zip(rows.rows, answers, sums, strict=True)):
-        found[f"{row['skill']}{KL}"].append({**_document(number, row), "score": kl / len(answer.top)})
-    return found
-
-
-def _accuracies(model: Any, rows: SkillRows, label: str) -> dict[str, list[dict[str, Any]]]:
-    """By task, of each question whether the right choice has the largest log-likelihood per character, as lm-eval's acc_norm."""
+def _samples(model: Any, rows: SkillRows, answers: Sequence[Answer], label: str) -> dict[str, list[dict[str, Any]]]:
+    """By skill, of each row the mean KL over its answer's tokens, and where one choice is right whether it has the largest log-likelihood per
+    character, as lm-eval's acc_norm."""
     progress = Progress(len(rows.rows), is_shown=True, leave=False)
     progress.set_title(f"skills: {label}: answers that are right or wrong")
-    found: dict[str, list[dict[str, Any]]] = {}
-    for number, (row, samples) in enumerate(zip(rows.rows, rows.choices, strict=True)):
-        progress.advance(1)
-        if samples:
-            losses = _losses(model, samples)
+    found: dict[str, list[dict[str, Any]]] = {skill: [] for skill in rows.skills}
+    sums = answer_kl(model, answers).double().tolist()
+    for number, (row, choices, answer, kl) in enumerate(zip(rows.rows, rows.choices, answers, sums, strict=True)):
+        sample = {"doc_id": number, "doc_hash": hash_values(row)[:SHORT], "score": kl / len(answer.top)}
+        if choices:
+            losses = _losses(model, choices)
             scores = [-loss / len(choice) for loss, choice in zip(losses, row["choices"], strict=True)]
-            is_right = row["choices"][scores.index(max(scores))] == row["answer"]
-            found.setdefault(row["skill"], []).append({**_document(number, row), "score": float(is_right)})
+            sample["right"] = float(row["choices"][scores.index(max(scores))] == row["answer"])
+        found[row["skill"]].append(sample)
+        progress.advance(1)
     progress.close()
     return found
-
-
-def _document(number: int, row: dict[str, Any]) -> dict[str, Any]:
-    return {"doc_id": number, "doc_hash": hash_values(row)[:SHORT]}
 
 
 @torch.no_grad()
@@ -255,46 +243,36 @@ def _losses(model: Any, samples: Sequence[Sample]) -> list[float]:
     return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").sum(1).tolist()
 
 
-def _task(name: str, samples: list[dict[str, Any]]) -> TaskResult:
-    is_kl = name.endswith(KL)
+def _task(skill: str, samples: list[dict[str, Any]]) -> TaskResult:
     return TaskResult(
         role=OLD,
-        metric="kl" if is_kl else "acc_norm",
-        definition=(
-            f"finch's rows of {name.removesuffix(KL)}: "
-            + (
-                "KL divergence from the base on its own greedy answers, mean over tokens, then over prompts"
-                if is_kl
-                else "log-likelihood of four answers per character"
-            )
-        ),
+        metric="kl",
+        definition=f"finch's rows of {skill}: KL divergence from the base on its own greedy answers, mean over tokens, then over prompts",
         **scored(samples),
-        samples=f"{SUITE}.{name}.jsonl",
-        chance=None if is_kl else 1 / 4,
-        is_higher_better=not is_kl,
-        unit=NATS if is_kl else POINTS,
+        samples=f"{SUITE}.{skill}.jsonl",
+        is_higher_better=False,
+        others={"accuracy": mean(samples, "right")},
+        unit=NATS,
     )
 
 
 def _compare(base: Path, tuned: Path) -> list[Skill]:
     before, after = (read_result(folder / f"{SUITE}.json") for folder in (base, tuned))
     found = []
-    for name in (name for name in after.tasks if name.endswith(KL)):
-        skill, kl = name.removesuffix(KL), mean_interval(read_samples(tuned, after.tasks[name]), is_share=False)
+    for name, task in after.tasks.items():
+        samples = read_samples(tuned, task)
+        kl = mean_interval(samples, is_share=False)
         accuracy: dict[str, Any] = {}
-        if skill in after.tasks:
-            one, other = before.tasks[skill], after.tasks[skill]
-            delta = paired_delta(read_samples(base, one), read_samples(tuned, other))
-            low, high = (None, None) if delta.low != delta.low else (delta.low, delta.high)  # NaN: no row has changed
-            accuracy = {
-                "before": one.score,
-                "after": other.score,
-                "change": delta.mean,
-                "change_low": low,
-                "change_high": high,
-                "n_choices": delta.n,
-            }
-        found.append(Skill(skill, kl.mean, kl.low, kl.high, kl.n, **accuracy))
+        one, other = (
+            [{**sample, "score": sample["right"]} for sample in each if "right" in sample]
+            for each in (read_samples(base, before.tasks[name]), samples)
+        )
+        if other:
+            delta = paired_delta(one, other)
+            low, high = (None, None) if math.isnan(delta.low) else (delta.low, delta.high)  # no row has changed
+            accuracy = {"before": mean(one, "right"), "after": mean(other, "right"), "change": delta.mean}
+            accuracy |= {"change_low": low, "change_high": high, "n_choices": delta.n}
+        found.append(Skill(name, kl.mean, kl.low, kl.high, kl.n, **accuracy))
     return sorted(found, key=lambda each: -each.kl)
 
 
