@@ -50,7 +50,7 @@ class Summary(Hook):
         seconds = time.perf_counter() - trainer.run.start_time  # earlier attempts of a resumed run are not counted
         model = epoch_to_use(run, state.best, last=last, select_by=state.select_by)
         own, base = shlex.quote(str(run)), shlex.quote(str(trainer.base.folder))
-        evaluate = f"finch evaluate --base {base} --tuned {own} --suite forgetting"
+        evaluate = f"finch evaluate --base {base} --tuned {own}"
         for line in (
             *model,
             *learning(steps, None if trainer.loss.reference is None else trainer.loss.reference.mean),
@@ -99,6 +99,9 @@ def learning(steps: Sequence[Mapping[str, Any]], pretrained: float | None) -> li
         return []
     losses = [line["loss"] for line in steps]
     lines = [f"loss {losses[0]:.4f} nats at step {steps[0]['step']}, {losses[-1]:.4f} at step {steps[-1]['step']}"]
+    is_capped = [line["lr_is_capped"] for line in steps if line.get("ema_loss") is not None]
+    if any(is_capped):  # there its rate does not follow the loss
+        lines.append(f"FINCH was at its cap, lr_scheduler.eta_max, in {fmean(is_capped):.0%} of the steps")
     last, first = (_mean_loss(steps, epoch) for epoch in (steps[-1]["epoch"], steps[0]["epoch"]))
     before = pretrained if pretrained is not None else first if steps[0]["epoch"] < steps[-1]["epoch"] else None
     ratio = 0.0 if before is None else last / max(before, 1e-12)

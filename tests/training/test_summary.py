@@ -50,7 +50,7 @@ def test_summary_names_the_best_epoch_and_how_to_load_it(run, caplog):
         f'its model: transformers.AutoModelForCausalLM.from_pretrained("{run}/best")',
         "loss 1.0000 nats at step 1, 0.3333 at step 3",
         "3 steps, 3,000 target tokens; 1:02:05 since this start",
-        f"next: finch chat {run}; finch average {run}; finch evaluate --base BASE --tuned {run} --suite forgetting",
+        f"next: finch chat {run}; finch average {run}; finch evaluate --base BASE --tuned {run}",
     ]
 
 
@@ -181,4 +181,6 @@ def test_loss_that_did_not_fall_comes_with_what_to_try(last, advice):
         first, *others = learning(lines, pretrained)
         assert first.endswith(f", {last:.4f} at step 3")
         assert [line.split(" optimizer.lr")[0] for line in others] == advice
+    capped = [{**line, "ema_loss": 1.0, "lr_is_capped": line["step"] == 2} for line in steps]
+    assert learning(capped, None)[1] == "FINCH was at its cap, lr_scheduler.eta_max, in 33% of the steps"
     assert len(learning([{**line, "epoch": 0} for line in steps], None)) == 1

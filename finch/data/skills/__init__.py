@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from importlib import resources
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 
@@ -14,9 +14,6 @@ def skill_rows(number: int | None = None) -> list[dict[str, Any]]:
     A row has ``question``, or ``messages`` that end with a user's turn, and where one answer is right ``choices`` and ``answer``. Rows of safety say
     whether they are ``harmful``.
     """
-    files = sorted(
-        (file for file in resources.files(__package__).iterdir() if file.name.endswith(".jsonl")),
-        key=lambda file: file.name,
-    )
+    files = sorted(Path(__file__).parent.glob("*.jsonl"))
     skills = [[json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] for file in files]
     return [row for turn in zip_longest(*skills) for row in turn if row is not None][:number]
