@@ -119,6 +119,7 @@ def test_wheel_holds_recipes_and_configs(wheel):
     configs = {f"finch/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
     assert configs <= names
     assert {f"finch/slurm_scripts/{path.name}" for path in (ROOT / "slurm").iterdir()} <= names
+    assert {f"finch/data/skills/{path.name}" for path in (ROOT / "finch" / "data" / "skills").glob("*.jsonl")} <= names
     recipes = {path.name for path in (ROOT / "recipes").glob("*.py")}
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"finch", *recipes}
 
