@@ -109,7 +109,7 @@ def build_parser(
         helps,
         prog="finch",
         description="Forgetting-aware fine-tuning for the PyTorch-native stack.",
-        epilog="Exit codes: 0; 1, a mistake in what the arguments name, or a failure; 2, arguments that a command does not take.",
+        epilog="Exit codes: 0; 1, a mistake in what the arguments name, or a failure; 2, arguments that a command does not take; 3, a limit of evaluate that is exceeded.",
     )
     parser.add_argument("--version", action="version", version=f"finch {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
