@@ -10,6 +10,7 @@ from typing import Any
 from finch.base import run_files
 from finch.base.errors import UserError
 from finch.base.log import logger
+from finch.base.run_files import inside
 from finch.evaluation.wise_ft import check_settings
 from finch.models.hf_config import CONFIG, check_folder, read_config
 from finch.training.run import RunLock
@@ -57,6 +58,18 @@ class ModelFolder:
         if self.option == "--tuned" and run_files.is_epoch(self.path.name) and is_run(self.path.parent):
             return self.path.parent / run_files.EVALUATION / self.path.name
         return None
+
+    def output(self, out: Path, key: str) -> Path:
+        """The folder of the model's results: a run's own, else one in ``out``, another for each ``key`` of weights and settings, so that a model
+        keeps the results of all."""
+        name = "base" if self.option == "--base" else self.label
+        return self.results or out / f"{name}-{key}"
+
+    def place(self, output: Path, out: Path, *, trust: bool) -> Path:
+        """``output``, to write there; raises UserError for a link on the way in a run of someone else's."""
+        own = self.results is None
+        root = out if own else self.run or self.path.parent
+        return inside(root, *output.relative_to(root).parts, is_own=own or trust)
 
     def __str__(self) -> str:
         return f"{self.option}={self.path}"

@@ -21,7 +21,6 @@ from finch.base.errors import UserError
 from finch.base.files import make_folder
 from finch.base.log import logger
 from finch.base.progress import EvaluationProgress
-from finch.base.run_files import inside
 from finch.distributed.parallel import Parallel
 from finch.evaluation.harness import Harness
 from finch.evaluation.judge import answers_definition
@@ -80,7 +79,7 @@ class Evaluation:
         }
         hashes = self._of_first(lambda: [hash_weights(folder) for folder in folders])
         self.targets = [
-            Target(folder, weights, self._output(folder, weights))
+            Target(folder, weights, folder.output(options.out, hash_values(weights, self.settings)[:SHORT]))
             for folder, weights in zip(folders, hashes, strict=True)
         ]
 
@@ -209,9 +208,7 @@ class Evaluation:
 
     def _place(self, target: Target) -> Path:
         """The folder of a model's results, to write there."""
-        own = target.folder.results is None
-        root = self._options.out if own else target.folder.run or target.folder.path.parent
-        return inside(root, *target.output.relative_to(root).parts, is_own=own or self._options.trust)
+        return target.folder.place(target.output, self._options.out, trust=self._options.trust)
 
     def _write(self, target: Target, task: Task, definition: str, samples: list[dict[str, Any]]) -> None:
         result = TaskResult(
@@ -244,8 +241,3 @@ class Evaluation:
             raise UserError(
                 f"{target.folder}: task {task.name} has a result that is not finite ({error}); nothing is written"
             ) from error
-
-    def _output(self, folder: ModelFolder, weights: str) -> Path:
-        """The folder of a model's results: another one for other settings, so that a model keeps the results of both."""
-        name = "base" if folder.option == "--base" else folder.label
-        return folder.results or self._options.out / f"{name}-{hash_values(weights, self.settings)[:SHORT]}"

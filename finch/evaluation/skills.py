@@ -23,9 +23,9 @@ from torchtune.datasets._sft import SFTTransform
 
 import finch
 from finch.base.errors import UserError
+from finch.base.files import make_folder
 from finch.base.log import logger
 from finch.base.progress import Progress
-from finch.base.run_files import inside
 from finch.data.prompts import Sample, plain, prompt_turns, tokenize_prompts
 from finch.data.skills import skill_rows
 from finch.evaluation.loading import SHORT, hash_values, hash_weights, load_model
@@ -45,8 +45,7 @@ from finch.integrations.self_replay import (
     BATCH_ROWS,
     Answer,
     answer_kl,
-    measured,
-    own_answers,
+    measured_answers,
     read_answers,
     save_answers,
 )
@@ -101,7 +100,8 @@ class Skill:
 
 def read_skills(folder: Path, limit: int | None) -> SkillRows:
     """The rows, ``limit`` of each skill, as the tokenizer of a model's folder renders them for training."""
-    rows = skill_rows() if limit is None else skill_rows(limit * len({row["skill"] for row in skill_rows()}))
+    rows = skill_rows()
+    rows = rows if limit is None else rows[: limit * len({row["skill"] for row in rows})]  # one of each skill in turn
     tokenizer = auto_tokenizer(str(folder))
     transform = SFTTransform(model_transform=tokenizer)
     prompts = tokenize_prompts("skills", "finch's rows", rows, tokenizer, limit=None, max_new_tokens=MAX_NEW_TOKENS)
@@ -140,7 +140,7 @@ def measure(
     }
     folders, weights = [base, *tuned], [hash_weights(folder) for folder in (base, *tuned)]
     outputs = [
-        folder.results or out / f"{'base' if folder is base else folder.label}-{hash_values(digest, settings)[:SHORT]}"
+        folder.output(out, hash_values(digest, settings)[:SHORT])
         for folder, digest in zip(folders, weights, strict=True)
     ]
     missing = [not _is_done(output, digest, settings) for output, digest in zip(outputs, weights, strict=True)]
@@ -152,12 +152,10 @@ def measure(
         if not is_missing:
             logger.info(f"{output / SUITE}.json is reused")
             continue
+        make_folder(folder.place(output, out, trust=trust))
         model = load_model(folder, dtype, device)
-        root = out if folder.results is None else folder.run or folder.path.parent
-        inside(root, *output.relative_to(root).parts, is_own=folder.results is None or trust)
         if folder is base:
             answers = list(_answers(model, rows))
-            output.mkdir(parents=True, exist_ok=True)
             save_answers(answers, answers_file)
         answers = answers or read_answers(answers_file)
         samples = _samples(model, rows, answers, folder.label)
@@ -192,8 +190,9 @@ def _answers(model: Any, rows: SkillRows) -> Iterator[Answer]:
     progress.set_title("skills: the base model's own answers")
     for start in range(0, len(rows.prompts), BATCH_ROWS):
         prompts = rows.prompts[start : start + BATCH_ROWS]
-        options: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": 0.0, "top_k": 1}
-        yield from measured(model, own_answers(model, prompts, stop_tokens=rows.stop_tokens, **options), TOP_K)
+        yield from measured_answers(
+            model, prompts, stop_tokens=rows.stop_tokens, max_new_tokens=MAX_NEW_TOKENS, top_k=TOP_K
+        )
         progress.advance(len(prompts))
     progress.close()
 
@@ -236,9 +235,8 @@ def _losses(model: Any, samples: Sequence[Sample]) -> list[float]:
         )
     )
     logits = model(input_ids=tokens, attention_mask=mask, past_key_values=output.past_key_values).logits
-    before = output.logits[:, -1:].expand(
-        len(samples), -1, -1
-    )  # what the first token after the prompt is predicted from
+    # The first token after the prompt is predicted from the prompt's last place.
+    before = output.logits[:, -1:].expand(len(samples), -1, -1)
     logits = torch.cat([before, logits[:, :-1]], 1).float()
     return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").sum(1).tolist()
 

@@ -13,10 +13,11 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from finch.base.files import atomic_file
 from finch.objectives.regularization import coarse_token_kl, top_log_probs
@@ -30,6 +31,7 @@ _MEASURED_ROWS = 8
 _NEUTRAL = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0, "num_beams": 1}
 """Of what ``generate`` takes from the folder's generation_config.json where a call leaves it open: Qwen2.5's has a penalty."""
 _running: list[nn.Module] = []
+_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True)
@@ -66,18 +68,39 @@ def own_answers(
         stream: 0, or 1 for another set of seeds.
     """
     answers: list[Answer] = []
-    draws = uniform_draws(len(prompts), max_new_tokens, stream)
-    device = next(model.parameters()).device
+    found = answer_tokens(
+        model, prompts, stop_tokens=stop_tokens, max_new_tokens=max_new_tokens, temperature=temperature, stream=stream
+    )
+    with _evaluating(model), _replaying(model):
+        for prompt, answer in zip(prompts, found, strict=True):
+            tokens = torch.tensor([*prompt, *answer])
+            logits = model(input_ids=tokens[None].to(next(model.parameters()).device)).logits[0, len(prompt) - 1 : -1]
+            answers.append(_answer(tokens, logits, top_k))
+    return answers
+
+
+def answer_tokens(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    stop_tokens: Collection[int],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    stream: int = 0,
+) -> list[list[int]]:
+    """The tokens of the answers alone; arguments as for :func:`own_answers`."""
+    draws = uniform_draws(len(prompts), max_new_tokens, stream).to(next(model.parameters()).device)
+    found: list[list[int]] = []
     with _evaluating(model), _replaying(model):
         for start in range(0, len(prompts), BATCH_ROWS):
             rows = [list(prompt) for prompt in prompts[start : start + BATCH_ROWS]]
-            found = _continue(model, rows, draws[start : start + BATCH_ROWS].to(device), temperature, stop_tokens)
-            for prompt, answer in zip(rows, found, strict=True):
-                tokens = torch.tensor([prompt + answer], device=device)
-                logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]
-                log_probs, top = top_log_probs(logits, min(top_k, logits.shape[-1]))
-                answers.append(Answer(tokens[0].cpu(), log_probs.cpu(), top.cpu()))
-    return answers
+            found += _continue(model, rows, draws[start : start + BATCH_ROWS], temperature, stop_tokens)
+    return found
+
+
+def _answer(tokens: torch.Tensor, logits: torch.Tensor, top_k: int) -> Answer:
+    log_probs, top = top_log_probs(logits, min(top_k, logits.shape[-1]))
+    return Answer(tokens, log_probs.cpu(), top.cpu())
 
 
 def replay_kl(model: Any, answers: Sequence[Answer]) -> torch.Tensor:
@@ -87,18 +110,21 @@ def replay_kl(model: Any, answers: Sequence[Answer]) -> torch.Tensor:
 
 def replay_kl_sum(model: Any, answers: Sequence[Answer]) -> torch.Tensor:
     """As :func:`replay_kl`, the sum."""
-    return coarse_token_kl(torch.cat(_logits(model, answers)), *_references(model, answers)).sum()
+    return _token_kl(model, answers).sum()
 
 
-def measured(model: Any, answers: Sequence[Answer], top_k: int) -> list[Answer]:
-    """Answers with the model's distributions as :func:`answer_kl` computes them, so that it is 0 until the model changes."""
-    found: list[Answer] = []
+def measured_answers(
+    model: Any, prompts: Sequence[Sequence[int]], *, stop_tokens: Collection[int], max_new_tokens: int, top_k: int
+) -> list[Answer]:
+    """Greedy answers with the model's distributions as :func:`answer_kl` computes them, so that it is 0 until the model changes."""
+    found = answer_tokens(model, prompts, stop_tokens=stop_tokens, max_new_tokens=max_new_tokens)
+    rows = [(torch.tensor([*prompt, *answer]), len(answer)) for prompt, answer in zip(prompts, found, strict=True)]
+    answers: list[Answer] = []
     with _evaluating(model):
-        for batch in _batches(answers):
-            for answer, logits in zip(batch, _logits(model, batch), strict=True):
-                log_probs, top = top_log_probs(logits, min(top_k, logits.shape[-1]))
-                found.append(Answer(answer.tokens, log_probs.cpu(), top.cpu()))
-    return found
+        for batch in _batches(rows):
+            logits = _logits(model, batch)
+            answers += [_answer(tokens, each, top_k) for (tokens, _), each in zip(batch, logits, strict=True)]
+    return answers
 
 
 def answer_kl(model: Any, answers: Sequence[Answer]) -> torch.Tensor:
@@ -106,34 +132,32 @@ def answer_kl(model: Any, answers: Sequence[Answer]) -> torch.Tensor:
     sums: list[torch.Tensor] = []
     with _evaluating(model):
         for batch in _batches(answers):
-            kl = coarse_token_kl(torch.cat(_logits(model, batch)), *_references(model, batch))
+            kl = _token_kl(model, batch)
             sums += [each.sum() for each in kl.split([len(answer.top) for answer in batch])]
     return torch.stack(sums)
 
 
-def _batches(answers: Sequence[Answer]) -> Iterator[Sequence[Answer]]:
-    return (answers[start : start + _MEASURED_ROWS] for start in range(0, len(answers), _MEASURED_ROWS))
+def _batches(rows: Sequence[_Row]) -> Iterator[Sequence[_Row]]:
+    return (rows[start : start + _MEASURED_ROWS] for start in range(0, len(rows), _MEASURED_ROWS))
 
 
-def _references(model: Any, answers: Sequence[Answer]) -> list[torch.Tensor]:
+def _token_kl(model: Any, answers: Sequence[Answer]) -> torch.Tensor:
+    """[tokens of all answers]"""
+    logits = torch.cat(_logits(model, [(answer.tokens, len(answer.top)) for answer in answers]))
+    log_probs, top = (
+        torch.cat([getattr(answer, name) for answer in answers]).to(logits.device) for name in ("log_probs", "top")
+    )
+    return coarse_token_kl(logits, log_probs, top)
+
+
+def _logits(model: Any, rows: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
+    """[answer, vocabulary] of each: the logits that its last tokens, so many, are predicted from, of one padded batch."""
     device = next(model.parameters()).device
-    return [torch.cat([getattr(answer, name) for answer in answers]).to(device) for name in ("log_probs", "top")]
-
-
-def _logits(model: Any, answers: Sequence[Answer]) -> list[torch.Tensor]:
-    """[answer, vocabulary] of each: the logits that its tokens are predicted from, of one padded batch."""
-    device = next(model.parameters()).device
-    longest = max(len(answer.tokens) for answer in answers)
-    tokens = torch.zeros(len(answers), longest, dtype=torch.int64)
-    for row, answer in zip(tokens, answers, strict=True):
-        row[: len(answer.tokens)] = answer.tokens
-    mask = torch.arange(longest) < torch.tensor([[len(answer.tokens)] for answer in answers])
+    tokens = pad_sequence([each for each, _ in rows], batch_first=True)
+    mask = torch.arange(tokens.shape[1]) < torch.tensor([[len(each)] for each, _ in rows])
     with _replaying(model):
         logits = model(input_ids=tokens.to(device), attention_mask=mask.long().to(device)).logits
-    return [
-        row[len(answer.tokens) - len(answer.top) - 1 : len(answer.tokens) - 1]
-        for row, answer in zip(logits, answers, strict=True)
-    ]
+    return [row[len(each) - number - 1 : len(each) - 1] for row, (each, number) in zip(logits, rows, strict=True)]
 
 
 def save_answers(answers: Sequence[Answer], file: Path) -> None:

@@ -27,8 +27,9 @@ from finch.integrations.objective_loss import LossReader, ObjectiveLoss
 from finch.integrations.self_replay import (
     Answer,
     answer_kl,
+    answer_tokens,
     is_replaying,
-    measured,
+    measured_answers,
     own_answers,
     read_answers,
     replay_kl_sum,
@@ -430,14 +431,15 @@ class SelfReplay(TrainerCallback):
         if after is None:
             return own_answers(model, [before] * self._num_rows, stop_tokens=stops, **self._options)
         ends = [*stops, after[0]]
-        turns = own_answers(
+        turns = answer_tokens(
             model,
             [before] * self._num_rows,
             stop_tokens=ends,
+            max_new_tokens=self._options["max_new_tokens"],
+            temperature=self._options["temperature"] or 1.0,
             stream=1,
-            **{**self._options, "temperature": self._options["temperature"] or 1.0, "top_k": 1},
         )
-        prompts = [end_turn(turn.tokens.tolist(), ends, after) for turn in turns]
+        prompts = [end_turn([*before, *turn], ends, after) for turn in turns]
         return own_answers(model, prompts, stop_tokens=stops, **self._options)
 
     def _add_term(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -538,8 +540,9 @@ class ForgettingCallback(TrainerCallback):
                 raise UserError(f"{file} has the answers to other prompts; resume with the same prompts and rows")
         else:
             stops = _stop_tokens(model, tokenizer)
-            options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "temperature": 0.0, "top_k": 1}
-            self._answers = measured(model, own_answers(model, prompts, stop_tokens=stops, **options), self._top_k)
+            self._answers = measured_answers(
+                model, prompts, stop_tokens=stops, max_new_tokens=self._max_new_tokens, top_k=self._top_k
+            )
             if state.is_world_process_zero:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 save_answers(self._answers, file)
