@@ -148,6 +148,16 @@ def shared_tokenizer(base: ModelFolder, tuned: Sequence[ModelFolder]) -> PreTrai
     return tokenizer
 
 
+def is_one_vocabulary(base: ModelFolder, tuned: Sequence[ModelFolder]) -> bool:
+    """Whether all models have distributions over the same tokens."""
+
+    def tokens(folder: ModelFolder) -> tuple[str, object]:
+        config = read_config(folder.path, folder.option)
+        return hash_vocabulary(load_tokenizer(folder.path, folder.option)), config.get("vocab_size")
+
+    return len({tokens(folder) for folder in (base, *tuned) if not folder.is_adapter}) == 1
+
+
 @torch.no_grad()
 def merge_adapter(model: nn.Module, folder: Path, label: str) -> None:
     """Changes the model's weights in place.

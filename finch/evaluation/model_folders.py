@@ -97,11 +97,12 @@ def find_base(path: Path) -> ModelFolder:
     return folder
 
 
-def find_tuned(path: Path, base: ModelFolder) -> ModelFolder:
+def find_tuned(path: Path, base: ModelFolder, *, of_any_size: bool = False) -> ModelFolder:
     """
     Args:
         path: a Hugging Face folder, a PEFT adapter's, or a run.
         base: the pretrained model.
+        of_any_size: it need not be the base, tuned.
 
     Raises:
         UserError: the folder is missing or no model, a run has no epoch yet, or the model's sizes are not the base's.
@@ -117,7 +118,8 @@ def find_tuned(path: Path, base: ModelFolder) -> ModelFolder:
         return folder
     folder = ModelFolder("--tuned", path, run)
     _check_weights(folder)
-    check_settings(base.path, path, _FIXED)
+    if not of_any_size:
+        check_settings(base.path, path, _FIXED)
     return folder
 
 

@@ -2,15 +2,17 @@
 
 Two measures. The KL divergence from the pretrained model on that model's own greedy answers, in nats per token, sees a change long before
 a score does. And where one of four answers is right: how often it has the largest log-likelihood per character.
+
+Models of different tokenizers have no distributions over the same tokens. The first measure is then how much more the answers cost as text: the
+rise of their loss, in nats per character.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from finch.base.progress import Progress
 from finch.data.prompts import Sample, plain, prompt_turns, tokenize_prompts
 from finch.data.skills import skill_rows
 from finch.evaluation.loading import SHORT, hash_values, hash_weights, load_model
-from finch.evaluation.model_folders import ModelFolder, labels
+from finch.evaluation.model_folders import ModelFolder
 from finch.evaluation.results import (
     NATS,
     OLD,
@@ -39,23 +41,27 @@ from finch.evaluation.results import (
     read_samples,
     write_result,
 )
-from finch.evaluation.statistics import mean_interval, paired_delta
+from finch.evaluation.skill_changes import SUITE
 from finch.evaluation.tasks.task import mean, scored
 from finch.integrations.self_replay import (
     BATCH_ROWS,
     Answer,
     answer_kl,
+    answer_tokens,
     measured_answers,
     read_answers,
     save_answers,
 )
 from finch.models import auto_tokenizer
+from finch.models.chat_tokenizer import TOKENIZER
 from finch.objectives import IGNORE_INDEX
 
-SUITE, ANSWERS = "skills", "skills.answers.safetensors"
+ANSWERS = "skills.answers.safetensors"
 MAX_NEW_TOKENS, TOP_K = 32, 512
 CPU_ROWS = 8
 """Of each skill on a CPU, where all of them take long."""
+MOVED = 2
+"""Prompts of a skill whose answers are kept of both models."""
 _VERSIONS = ("torch", "transformers")
 
 
@@ -66,43 +72,19 @@ class SkillRows:
     rows: list[dict[str, Any]]
     prompts: list[list[int]]
     choices: list[list[Sample]]
-    stop_tokens: list[int]
+    tokenizer: Any
 
     @property
     def skills(self) -> list[str]:
         return sorted({row["skill"] for row in self.rows})
 
 
-@dataclass(frozen=True)
-class Skill:
-    """What one model lost of one skill.
-
-    Attributes:
-        kl, kl_low, kl_high: the divergence from the base on its own answers, in nats per token, and its 95% interval over prompts.
-        n: prompts.
-        before, after: accuracies of the base and the tuned model; None where the skill has no right answers.
-        change, change_low, change_high: their difference and its paired interval; ``change_low`` is None where all rows changed alike.
-        n_choices: questions.
-    """
-
-    skill: str
-    kl: float
-    kl_low: float
-    kl_high: float
-    n: int
-    before: float | None = None
-    after: float | None = None
-    change: float | None = None
-    change_low: float | None = None
-    change_high: float | None = None
-    n_choices: int = 0
-
-
-def read_skills(folder: Path, limit: int | None) -> SkillRows:
-    """The rows, ``limit`` of each skill, as the tokenizer of a model's folder renders them for training."""
+def read_skills(folder: ModelFolder, limit: int | None) -> SkillRows:
+    """The rows, ``limit`` of each skill, as the model's tokenizer renders them for training; an adapter's is its base's where it has none."""
     rows = skill_rows()
     rows = rows if limit is None else rows[: limit * len({row["skill"] for row in rows})]  # one of each skill in turn
-    tokenizer = auto_tokenizer(str(folder))
+    has_tokenizer = (folder.path / TOKENIZER).is_file() or folder.base is None
+    tokenizer = auto_tokenizer(str(folder.path if has_tokenizer else folder.base))
     transform = SFTTransform(model_transform=tokenizer)
     prompts = tokenize_prompts("skills", "finch's rows", rows, tokenizer, limit=None, max_new_tokens=MAX_NEW_TOKENS)
     choices: list[list[Sample]] = []
@@ -110,33 +92,42 @@ def read_skills(folder: Path, limit: int | None) -> SkillRows:
         turns = prompt_turns(row, tokenizer)["turns"]
         ends = [Message(role="assistant", content=choice) for choice in row.get("choices", ())]
         choices.append([plain(transform({"messages": [*turns, end]})) for end in ends])
-    return SkillRows(rows, prompts, choices, tokenizer.stop_tokens)
+    return SkillRows(rows, prompts, choices, tokenizer)
 
 
 def measure(
     base: ModelFolder,
     tuned: Sequence[ModelFolder],
-    rows: SkillRows,
     *,
+    limit: int | None,
     out: Path,
     dtype: str,
     device: torch.device,
     trust: bool,
-) -> list[list[Skill]]:
+    by_text: bool = False,
+) -> list[Path]:
     """Measures each tuned model, and the base where no earlier call has, and keeps the results; those that are there are read.
 
     Args:
+        limit: rows of each skill; None: all.
         out: for results that no run owns.
         dtype: a key of ``finch.evaluation.loading.DTYPES``.
         trust: the tuned runs are the user's own, so that results may be written through their links.
+        by_text: the tokenizers differ.
 
     Returns:
-        Of each tuned model its skills, the most forgotten first.
+        Of each tuned model the folder of its results.
+
+    Raises:
+        UserError: the rows do not fit a model's chat template; numbers that are not finite; answers without a text, where that counts.
     """
+    # The tuned model's template is the one that it was trained with.
+    rows = read_skills(base if by_text else tuned[0], limit)
     settings: dict[str, str | int | float | bool | None] = {
         "dtype": dtype,
         "rows": hash_values(rows.prompts, rows.choices)[:SHORT],
         "max_new_tokens": MAX_NEW_TOKENS,
+        **({"by_text": True} if by_text else {}),
     }
     folders, weights = [base, *tuned], [hash_weights(folder) for folder in (base, *tuned)]
     outputs = [
@@ -158,7 +149,17 @@ def measure(
             answers = list(_answers(model, rows))
             save_answers(answers, answers_file)
         answers = answers or read_answers(answers_file)
-        samples = _samples(model, rows, answers, folder.label)
+        texts = [rows.tokenizer.decode(answer.tokens[-len(answer.top) :].tolist()) for answer in answers]
+        if by_text:
+            own = rows if folder is base else read_skills(folder, limit)
+            before = None if folder is base else _losses_of(outputs[0])
+            scores = _rises(model, own, texts, before)
+        else:
+            own, sums = rows, answer_kl(model, answers).double().tolist()
+            scores = [{"score": kl / len(answer.top)} for kl, answer in zip(sums, answers, strict=True)]
+        samples = _samples(model, own, scores, folder.label)
+        if folder is not base:
+            _keep_moved(model, own, texts, samples)
         del model
         result = SuiteResult(
             suite=SUITE,
@@ -168,13 +169,13 @@ def measure(
             base=None if folder is base else os.path.relpath(outputs[0] / f"{SUITE}.json", output),
             settings=settings,
             versions={"finch": finch.__version__, **{name: importlib.metadata.version(name) for name in _VERSIONS}},
-            tasks={name: _task(name, each) for name, each in samples.items()},
+            tasks={name: _task(name, each, by_text) for name, each in samples.items()},
         )
         try:
             write_result(output, result, samples)
         except ValueError as error:  # NaN or infinity, which JSON cannot hold
             raise UserError(f"{folder} has numbers that are not finite ({error}); nothing is written") from error
-    return [_compare(outputs[0], output) for output in outputs[1:]]
+    return outputs[1:]
 
 
 def _is_done(output: Path, weights: str, settings: dict[str, Any]) -> bool:
@@ -191,29 +192,71 @@ def _answers(model: Any, rows: SkillRows) -> Iterator[Answer]:
     for start in range(0, len(rows.prompts), BATCH_ROWS):
         prompts = rows.prompts[start : start + BATCH_ROWS]
         yield from measured_answers(
-            model, prompts, stop_tokens=rows.stop_tokens, max_new_tokens=MAX_NEW_TOKENS, top_k=TOP_K
+            model, prompts, stop_tokens=rows.tokenizer.stop_tokens, max_new_tokens=MAX_NEW_TOKENS, top_k=TOP_K
         )
         progress.advance(len(prompts))
     progress.close()
 
 
-def _samples(model: Any, rows: SkillRows, answers: Sequence[Answer], label: str) -> dict[str, list[dict[str, Any]]]:
-    """By skill, of each row the mean KL over its answer's tokens, and where one choice is right whether it has the largest log-likelihood per
-    character, as lm-eval's acc_norm."""
+def _samples(
+    model: Any, rows: SkillRows, scores: Sequence[dict[str, Any]], label: str
+) -> dict[str, list[dict[str, Any]]]:
+    """By skill, of each row its score, and where one choice is right whether it has the largest log-likelihood per character, as lm-eval's
+    acc_norm."""
     progress = Progress(len(rows.rows), is_shown=True, leave=False)
     progress.set_title(f"skills: {label}: answers that are right or wrong")
     found: dict[str, list[dict[str, Any]]] = {skill: [] for skill in rows.skills}
-    sums = answer_kl(model, answers).double().tolist()
-    for number, (row, choices, answer, kl) in enumerate(zip(rows.rows, rows.choices, answers, sums, strict=True)):
-        sample = {"doc_id": number, "doc_hash": hash_values(row)[:SHORT], "score": kl / len(answer.top)}
+    for number, (row, choices, score) in enumerate(zip(rows.rows, rows.choices, scores, strict=True)):
+        sample = {"doc_id": number, "doc_hash": hash_values(row)[:SHORT], **score}
         if choices:
             losses = _losses(model, choices)
-            scores = [-loss / len(choice) for loss, choice in zip(losses, row["choices"], strict=True)]
-            sample["right"] = float(row["choices"][scores.index(max(scores))] == row["answer"])
+            each = [-loss / len(choice) for loss, choice in zip(losses, row["choices"], strict=True)]
+            sample["right"] = float(row["choices"][each.index(max(each))] == row["answer"])
         found[row["skill"]].append(sample)
         progress.advance(1)
     progress.close()
     return found
+
+
+def _rises(
+    model: Any, rows: SkillRows, texts: Sequence[str], before: Mapping[int, float] | None
+) -> list[dict[str, Any]]:
+    """Of each answer that has a text its loss in nats per character, and as score what of it the base has not; ``before``: the base's."""
+    if not any(texts):
+        raise UserError("--base answers nothing to any prompt, so that nothing is compared; give another base")
+    found: list[dict[str, Any]] = []
+    for number, (prompt, text) in enumerate(zip(rows.prompts, texts, strict=True)):
+        if not text:
+            found.append({"score": None})
+            continue
+        answer = rows.tokenizer.encode(text)
+        sample = {"tokens": [*prompt, *answer], "labels": [IGNORE_INDEX] * len(prompt) + answer}
+        loss = _losses(model, [sample])[0] / len(text)
+        found.append({"score": 0.0 if before is None else loss - before[number], "loss": loss})
+    return found
+
+
+def _losses_of(output: Path) -> dict[int, float]:
+    tasks = read_result(output / f"{SUITE}.json").tasks.values()
+    return {one["doc_id"]: one["loss"] for task in tasks for one in read_samples(output, task) if "loss" in one}
+
+
+def _keep_moved(
+    model: Any, rows: SkillRows, texts: Sequence[str], samples: Mapping[str, Sequence[dict[str, Any]]]
+) -> None:
+    """Adds both models' answers to the samples of each skill that moved most."""
+    moved = [
+        sample
+        for each in samples.values()
+        for sample in sorted((one for one in each if one["score"] is not None), key=lambda one: -one["score"])[:MOVED]
+    ]
+    prompts = [rows.prompts[sample["doc_id"]] for sample in moved]
+    found = answer_tokens(model, prompts, stop_tokens=rows.tokenizer.stop_tokens, max_new_tokens=MAX_NEW_TOKENS)
+    for sample, answer in zip(moved, found, strict=True):
+        number = sample["doc_id"]
+        turns = prompt_turns(rows.rows[number], rows.tokenizer)["turns"]
+        sample["prompt"] = "\n".join(turn.text_content for turn in turns)
+        sample["before"], sample["after"] = texts[number], rows.tokenizer.decode(answer)
 
 
 @torch.no_grad()
@@ -241,77 +284,17 @@ def _losses(model: Any, samples: Sequence[Sample]) -> list[float]:
     return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").sum(1).tolist()
 
 
-def _task(skill: str, samples: list[dict[str, Any]]) -> TaskResult:
+def _task(skill: str, samples: list[dict[str, Any]], by_text: bool) -> TaskResult:
+    measured = "KL divergence from the base on its own greedy answers, mean over tokens, then over prompts"
+    if by_text:
+        measured = "rise of the loss of the base's own greedy answers, per character of their text, mean over prompts"
     return TaskResult(
         role=OLD,
-        metric="kl",
-        definition=f"finch's rows of {skill}: KL divergence from the base on its own greedy answers, mean over tokens, then over prompts",
+        metric="rise" if by_text else "kl",
+        definition=f"finch's rows of {skill}: {measured}",
         **scored(samples),
         samples=f"{SUITE}.{skill}.jsonl",
         is_higher_better=False,
         others={"accuracy": mean(samples, "right")},
         unit=NATS,
     )
-
-
-def _compare(base: Path, tuned: Path) -> list[Skill]:
-    before, after = (read_result(folder / f"{SUITE}.json") for folder in (base, tuned))
-    found = []
-    for name, task in after.tasks.items():
-        samples = read_samples(tuned, task)
-        kl = mean_interval(samples, is_share=False)
-        accuracy: dict[str, Any] = {}
-        one, other = (
-            [{**sample, "score": sample["right"]} for sample in each if "right" in sample]
-            for each in (read_samples(base, before.tasks[name]), samples)
-        )
-        if other:
-            delta = paired_delta(one, other)
-            low, high = (None, None) if math.isnan(delta.low) else (delta.low, delta.high)  # no row has changed
-            accuracy = {"before": mean(one, "right"), "after": mean(other, "right"), "change": delta.mean}
-            accuracy |= {"change_low": low, "change_high": high, "n_choices": delta.n}
-        found.append(Skill(name, kl.mean, kl.low, kl.high, kl.n, **accuracy))
-    return sorted(found, key=lambda each: -each.kl)
-
-
-def table(skills: Sequence[Skill]) -> list[list[str]]:
-    """Rows of text, the first one the columns' names."""
-    rows = [["skill", "KL, nats per token [95%]", "n", "right before", "after", "change, points [95%]", "n"]]
-    for each in skills:
-        kl = [f"{each.kl:.3f} [{each.kl_low:.3f}, {each.kl_high:.3f}]", str(each.n)]
-        if each.before is None or each.after is None or each.change is None:
-            rows.append([each.skill, *kl, "-", "", "", ""])
-            continue
-        low, high = each.change_low, each.change_high
-        interval = (
-            "no row changed"
-            if low is None or high is None
-            else f"{100 * each.change:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
-        )
-        if low is not None and high is not None and low <= 0 <= high:
-            interval += " no change can be shown"
-        rows.append(
-            [each.skill, *kl, f"{100 * each.before:.1f}", f"{100 * each.after:.1f}", interval, str(each.n_choices)]
-        )
-    return rows
-
-
-def beyond(skills: Sequence[Skill], max_kl: float | None, max_drop: float | None) -> list[str]:
-    """A line for each skill whose whole interval lies beyond a limit; ``max_drop``: points of accuracy."""
-    found = [
-        f"{each.skill}: KL {each.kl:.3f} [{each.kl_low:.3f}, {each.kl_high:.3f}] is above --max-kl={max_kl:g}"
-        for each in skills
-        if max_kl is not None and each.kl_low > max_kl
-    ]
-    return found + [
-        f"{each.skill}: accuracy fell by {-100 * (each.change or 0):.1f} points [{-100 * each.change_high:.1f}, {-100 * (each.change_low or 0):.1f}], more than --max-drop={max_drop:g}"
-        for each in skills
-        if max_drop is not None and each.change_high is not None and -100 * each.change_high > max_drop
-    ]
-
-
-def as_json(tuned: Sequence[ModelFolder], skills: Sequence[Sequence[Skill]]) -> list[dict[str, Any]]:
-    return [
-        {"model": label, "skills": [asdict(each) for each in one]}
-        for label, one in zip(labels(tuned), skills, strict=True)
-    ]

@@ -1,5 +1,6 @@
 """The skills of a pretrained and a tuned model, against transformers and plain torch in float64 on the same folders."""
 
+import html
 import json
 import shutil
 
@@ -12,8 +13,11 @@ from transformers import AutoModelForCausalLM
 from finch.base.errors import UserError
 from finch.data.skills import skill_rows
 from finch.evaluation import skills
-from finch.evaluation.model_folders import ModelFolder, find_base, find_tuned
-from finch.evaluation.skills import Skill, beyond, read_skills, table
+from finch.evaluation.loading import is_one_vocabulary
+from finch.evaluation.model_folders import find_base, find_tuned
+from finch.evaluation.skill_changes import Skill, as_json, beyond, compare, table
+from finch.evaluation.skills import read_skills
+from finch.evaluation.skills_page import write_page
 
 ROWS = [
     *(
@@ -42,12 +46,11 @@ def folders(shared_data, tmp_path, monkeypatch):
     return base, tuned
 
 
-def measure(base, *tuned, out):
+def measure(base, *tuned, out, by_text=False):
     base_folder = find_base(base)
-    options = {"out": out, "dtype": "fp32", "device": torch.device("cpu"), "trust": False}
-    return skills.measure(
-        base_folder, [find_tuned(each, base_folder) for each in tuned], read_skills(base, None), **options
-    )
+    options = {"limit": None, "dtype": "fp32", "device": torch.device("cpu"), "trust": False, "by_text": by_text}
+    found = [find_tuned(each, base_folder, of_any_size=by_text) for each in tuned]
+    return [compare(output) for output in skills.measure(base_folder, found, out=out, **options)]
 
 
 def log_probs(model, tokens):
@@ -59,7 +62,7 @@ def test_measures_equal_plain_torch(folders, tmp_path):
     base, tuned = folders
     one, other = (AutoModelForCausalLM.from_pretrained(folder) for folder in folders)
     (found,) = measure(base, tuned, out=tmp_path / "out")
-    rows = read_skills(base, None)
+    rows = read_skills(find_base(base), None)
     divergences, right = {"code": [], "talk": []}, {"base": [], "tuned": []}
     for row, prompt, samples in zip(ROWS, rows.prompts, rows.choices, strict=True):
         answer = one.generate(
@@ -108,6 +111,60 @@ def test_a_model_has_not_moved_from_itself_and_results_are_reused(folders, tmp_p
     assert loaded == [tuned, base, tuned]
 
 
+def test_another_tokenizers_model_is_compared_by_text(folders, tmp_path):
+    """Equal weights behind other token numbers: the texts cost the same. A model that is a little off: what plain torch says."""
+    base, tuned = folders
+    other = shutil.copytree(base, tmp_path / "other")
+    text = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = text["model"]["vocab"]
+    one, two = "\u2581day", "\u2581play"
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    (other / "tokenizer.json").write_text(json.dumps(text))
+    weights = load_file(other / "model.safetensors")
+    rows = [vocabulary[one], vocabulary[two]]
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in weights:
+            weights[name][rows] = weights[name][rows[::-1]].clone()
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    assert not is_one_vocabulary(find_base(base), [find_tuned(other, find_base(base))])
+    same, moved = measure(base, other, tuned, out=tmp_path / "out", by_text=True)
+    assert [each.kl for each in same] == pytest.approx([0, 0], abs=1e-5)
+    rows = read_skills(find_base(base), None)
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in folders]
+    rises = {"code": [], "talk": []}
+    for row, prompt in zip(ROWS, rows.prompts, strict=True):
+        answer = models[0].generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, pad_token_id=0)
+        text = rows.tokenizer.decode(answer[0, len(prompt) :].tolist())
+        tokens = prompt + rows.tokenizer.encode(text)
+        before, after = (
+            -log_probs(model, tokens).gather(1, torch.tensor(tokens[1:])[:, None])[len(prompt) - 1 :].sum().item()
+            for model in models
+        )
+        rises[row["skill"]].append((after - before) / len(text))
+    for each in moved:
+        assert each.kl == pytest.approx(sum(rises[each.skill]) / len(rises[each.skill]), abs=1e-5)
+
+
+def test_answers_that_moved_most_are_kept_and_shown(folders, tmp_path):
+    base, tuned = folders
+    (found,) = measure(base, tuned, out=tmp_path / "out")
+    (output,) = (tmp_path / "out").glob("tuned-*")
+    samples = [json.loads(line) for line in (output / "skills.code.jsonl").read_text().splitlines()]
+    top = sorted(samples, key=lambda one: -one["score"])[:2]
+    code = next(each for each in found if each.skill == "code")
+    questions = [ROWS[one["doc_id"]]["question"] for one in top]
+    assert {each["prompt"] for each in code.moved} == {*questions}
+    rows, model = read_skills(find_base(base), None), AutoModelForCausalLM.from_pretrained(tuned)
+    for each in code.moved:
+        prompt = rows.prompts[next(i for i, row in enumerate(ROWS) if row.get("question") == each["prompt"])]
+        answer = model.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, pad_token_id=0)
+        assert each["after"] == rows.tokenizer.decode(answer[0, len(prompt) :].tolist()) != each["before"]
+    page = write_page(output, "<tuned>", found, by_text=False).read_text()
+    assert "What &lt;tuned&gt; forgot" in page
+    assert page.count("<blockquote>") == 2 * (2 + 2)
+    assert code.moved[0]["after"] in html.unescape(page)
+
+
 def test_numbers_that_are_not_finite_are_refused(folders, tmp_path):
     base, tuned = folders
     weights = load_file(tuned / "model.safetensors")
@@ -151,7 +208,8 @@ def test_command_prints_tables_or_json_and_is_a_gate(folders, tmp_path, capsys):
             "n",
         ],
     ]
-    assert sorted(line[0] for line in lines[3:]) == ["code", "talk"]
+    assert sorted(line[0] for line in lines[3:5]) == ["code", "talk"]
+    assert out.splitlines()[5].endswith("skills.html")
     code, out, err = finch(capsys, *given, "--json", "--max-kl", "0.001", "--max-drop", "100")
     (model,) = json.loads(out)
     assert code == 3
@@ -163,6 +221,7 @@ def test_command_prints_tables_or_json_and_is_a_gate(folders, tmp_path, capsys):
     for options, problem in (
         (("--suite", "forgetting", "--json"), "--json is for skills; leave out --suite and --tasks, or --json"),
         (("--max-drop", "-1"), "--max-drop=-1.0 must be at least 0"),
+        (("--limit", "7"), "--limit=7 must be at least 8"),
         (("--nproc_per_node", "2"), "--nproc_per_node=2 is for suites; skills are measured by one process"),
     ):
         code, _, err = finch(capsys, *given, *options)
@@ -187,12 +246,12 @@ def test_gates_look_at_whole_intervals():
 
 
 def test_rows_are_finchs_own(shared_data):
-    rows = read_skills(shared_data / "stories260k", 3)
+    rows = read_skills(find_base(shared_data / "stories260k"), 3)
     assert len(rows.rows) == len(rows.prompts) == 3 * len(rows.skills) == 36
     assert len(skill_rows()) > 36
 
 
-def test_json_has_the_models_labels(tmp_path):
-    (model,) = skills.as_json([ModelFolder("--tuned", tmp_path / "x")], [FOUND])
+def test_json_has_the_models_labels():
+    (model,) = as_json(["x"], [FOUND])
     assert model["model"] == "x"
     assert json.loads(json.dumps(model))["skills"][0]["change_high"] == -0.1

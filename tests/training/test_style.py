@@ -91,6 +91,6 @@ def test_names_at_places_cover_neither_each_other_nor_markers():
 
 
 def test_dark_page_has_every_colour():
-    sheet = (files("finch.study.report") / "templates" / "style.css").read_text()
+    sheet = (files("finch.evaluation") / "templates" / "style.css").read_text()
     dark = sheet[: sheet.index("box-sizing")]
     assert all(f"--{name}: #" in dark for name in COLOURS)

@@ -136,12 +136,14 @@ def _check(parsed: argparse.Namespace) -> tuple[list[Task], list[str]]:
 
 def _skills(parsed: argparse.Namespace) -> None:
     """What the tuned models forgot of each skill. Raises UserError as ``main``; exits with 3 where a limit is exceeded."""
+    from finch.objectives.divergence import MIN_ROWS
+
     if not parsed.tuned:
         raise UserError(
             f"--tuned is missing; give the model to compare with --base, or --suite {', '.join(ALL)} or all"
         )
     for option, value, least in (
-        ("--limit", parsed.limit, 1),
+        ("--limit", parsed.limit, MIN_ROWS),  # fewer have no interval
         ("--max-kl", parsed.max_kl, 0),
         ("--max-drop", parsed.max_drop, 0),
     ):
@@ -150,29 +152,33 @@ def _skills(parsed: argparse.Namespace) -> None:
     if parsed.nproc_per_node > 1:
         raise UserError(f"--nproc_per_node={parsed.nproc_per_node} is for suites; skills are measured by one process")
     from finch.distributed.parallel import local_device
-    from finch.evaluation.loading import resolve_dtype, shared_tokenizer
+    from finch.evaluation.loading import is_one_vocabulary, resolve_dtype, shared_tokenizer
     from finch.evaluation.model_folders import find_base, find_tuned, labels
-    from finch.evaluation.skills import CPU_ROWS, as_json, beyond, measure, read_skills, table
-    from finch.models.chat_tokenizer import TOKENIZER
+    from finch.evaluation.skill_changes import as_json, beyond, compare, table
+    from finch.evaluation.skills import CPU_ROWS, measure
+    from finch.evaluation.skills_page import write_page
 
     base = find_base(parsed.base)
-    tuned = [find_tuned(path, base) for given in parsed.tuned for path in models_in(given)]
+    tuned = [find_tuned(path, base, of_any_size=True) for given in parsed.tuned for path in models_in(given)]
     for folder in (base, *tuned):
         _check_files(folder, by_digest=parsed.verify)
-    shared_tokenizer(base, tuned)
+    if by_text := not is_one_vocabulary(base, tuned):
+        logger.warning("--base and --tuned have other tokens: the base's answers are compared as text, without a KL")
+    else:
+        shared_tokenizer(base, tuned)
     device, limit = local_device(parsed.device), parsed.limit
     if limit is None and device.type == "cpu":
         limit = CPU_ROWS
         logger.info(f"skills: {limit} rows of each on a CPU; --limit N takes more")
-    # The tuned model's template is the one that it was trained with.
-    rows = read_skills(tuned[0].path if (tuned[0].path / TOKENIZER).is_file() else base.path, limit)
-    dtype = resolve_dtype(parsed.dtype, base.path, device)
-    found = measure(base, tuned, rows, out=parsed.out, dtype=dtype, device=device, trust=parsed.trust)
+    options = {"out": parsed.out, "trust": parsed.trust, "dtype": resolve_dtype(parsed.dtype, base.path, device)}
+    outputs = measure(base, tuned, limit=limit, device=device, by_text=by_text, **options)
+    found = [compare(output) for output in outputs]
     if parsed.json:
-        print(json.dumps(as_json(tuned, found), indent=2))
+        print(json.dumps(as_json(labels(tuned), found), indent=2))
     else:
-        for label, skills in zip(labels(tuned), found, strict=True):
-            print(printable(f"\n{label}\n{aligned(table(skills))}"))
+        for label, output, skills in zip(labels(tuned), outputs, found, strict=True):
+            print(printable(f"\n{label}\n{aligned(table(skills, by_text))}"))
+            print(printable(f"Answers side by side: {write_page(output, label, skills, by_text)}"))
     problems = [
         f"{label}: {line}"
         for label, skills in zip(labels(tuned), found, strict=True)

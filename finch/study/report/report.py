@@ -16,6 +16,7 @@ from finch import __version__
 from finch.base import files
 from finch.base.errors import writing
 from finch.base.log import printable
+from finch.evaluation.skills_page import plain
 from finch.study.report.content import Report
 from finch.study.report.measures import compare
 from finch.study.report.runs import read_runs, sort_runs
@@ -83,22 +84,18 @@ def write_report(
 
 def _render(name: str, page: Mapping[str, Any]) -> str:
     """The text of the template NAME.j2."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("finch.study.report"),
+        loader=ChoiceLoader([PackageLoader("finch.study.report"), PackageLoader("finch.evaluation")]),
         autoescape=name == PAGE,
-        finalize=_plain if name == PAGE else _markdown,
+        finalize=plain if name == PAGE else _markdown,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
     template = environment.get_template(f"{name}.j2")
     return template.render(page=page, figures=FIGURES, colours=COLOURS).strip() + "\n"
-
-
-def _plain(value: Any) -> Any:
-    return printable(str(value)) if isinstance(value, (str, os.PathLike)) and not hasattr(value, "__html__") else value
 
 
 def _markdown(value: Any) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from finch.base import run_files
 from finch.base.errors import UserError
 from finch.evaluation.results import POINTS
+from finch.evaluation.skill_changes import SUITE, Skill, compare
+from finch.evaluation.skills_page import MEASURE, side_by_side
 from finch.evaluation.tasks.confidence import stated_confidences
 from finch.study.report import figures, tables
 from finch.study.report.content import Report
@@ -39,6 +42,7 @@ class Section:
         text: paragraphs.
         lists: (title, items).
         commands: shown as code.
+        skills: what :func:`finch.evaluation.skills_page.side_by_side` has found; shown on the page alone, the tables have the numbers.
     """
 
     identifier: str
@@ -48,6 +52,7 @@ class Section:
     tables: Sequence[Table] = ()
     lists: Sequence[tuple[str, Sequence[str]]] = ()
     commands: Sequence[str] = ()
+    skills: Mapping[str, Any] | None = None
 
 
 def make_sections(report: Report, options: Sequence[str]) -> list[Section]:
@@ -58,6 +63,7 @@ def make_sections(report: Report, options: Sequence[str]) -> list[Section]:
     parts = (
         _trade_off_sections,
         _changes_section,
+        _skills_section,
         _reliability_section,
         _small_lr_section,
         _training_section,
@@ -88,6 +94,20 @@ def _changes_section(report: Report) -> Iterator[Section]:
     shown = [table for maker in makers if (table := maker(report)).rows]
     if any(report.comparison.outcomes):
         yield Section("changes", "Changes from the pretrained model", tables=shown)
+
+
+def _skills_section(report: Report) -> Iterator[Section]:
+    found: dict[str, Sequence[Skill]] = {}
+    for run in report.shown_runs or report.comparison.runs:
+        if (
+            SUITE in run.results
+            and run.results[SUITE].base is not None
+            and "by_text" not in run.results[SUITE].settings
+        ):
+            found.setdefault(report.names.of(run), compare(run.result_path(SUITE).parent))
+    if found:
+        text = f"A bar is {MEASURE}, the line its 95% interval over prompts."
+        yield Section("skills", "What was forgotten, by skill", [text], skills=side_by_side(found))
 
 
 def _reliability_section(report: Report) -> Iterator[Section]:
