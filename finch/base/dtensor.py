@@ -69,6 +69,15 @@ def load_full_tensor(parameter: torch.Tensor, value: torch.Tensor) -> None:
             parameter.copy_(value)
 
 
+def group_by_placements(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """As :func:`group_by_mesh`, of tensors that also have the same placements on their mesh."""
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        key = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        groups.setdefault(key, []).append(tensor)
+    return list(groups.values())
+
+
 def group_by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Groups tensors by the device mesh they lie on; plain tensors form one group.
 

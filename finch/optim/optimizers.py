@@ -41,16 +41,25 @@ def adapt(optimizer: torch.optim.Optimizer) -> None:
     """Fixes two defects of a torchao optimizer that rounds stochastically, in place.
 
     - On FSDP2's shards torchao 0.15 fails: it draws random bits in the shape of the full parameter and compares them
-      with a shard. Here each rank updates its shard as a plain tensor, with the same result, since the updates are
-      elementwise. Outside of ``step`` parameters and states are DTensors, so checkpoints do not change.
+      with a shard. Here each rank updates its shard as a plain tensor.
     - The states of its unquantized optimizers become fp32. In bf16 and with beta2 0.999 the second moment of a
       gradient of 1 cannot exceed 0.5, since each increment is rounded away, and the steps grow by up to 41%. The 8-bit
       and 4-bit optimizers are unchanged.
     """
     fp32_states = (_Fp32States,) if type(optimizer).__name__ in ("_AdamW", "_Adam") else ()
-    optimizer.__class__ = type(
-        f"Adapted{type(optimizer).__name__}", (_UnshardedStep, *fp32_states, type(optimizer)), {}
-    )
+    on_local_shards(optimizer, *fp32_states)
+
+
+def on_local_shards(optimizer: Optimizer, *others: type) -> None:
+    """Makes the steps of an optimizer with elementwise updates run on each rank's shards as plain tensors, in place; ``others``: further classes
+    that override its methods.
+
+    torch's fused kernels need no dispatch of DTensors then, which takes the host three times as long. And with a tensor as learning rate, whose
+    kernel torch cannot trace without running it, that dispatch would run it on zeros of the complete weights.
+    """
+    kind = type(optimizer)
+    if not issubclass(kind, _LocalStep):
+        optimizer.__class__ = type(f"Local{kind.__name__}", (_LocalStep, *others, kind), {})
 
 
 class _Fp32States:
@@ -58,7 +67,10 @@ class _Fp32States:
         return torch.zeros_like(parameter, dtype=torch.float32)
 
 
-class _UnshardedStep:
+class _LocalStep:
+    """Each rank updates its shards as plain tensors: for updates that are elementwise, with the same result. Outside of ``step`` parameters and
+    states are DTensors, so that checkpoints have the complete tensors' names and shapes."""
+
     param_groups: list[dict[str, Any]]
     state: defaultdict[torch.Tensor, Any]
 
@@ -66,32 +78,54 @@ class _UnshardedStep:
     def step(self, closure: Any = None) -> Any:
         groups = [group["params"] for group in self.param_groups]
         state = self.state
-        locals_of = {parameter: _local_parameter(parameter) for group in groups for parameter in group}
+        # Kept between steps: to make them anew is most of what a step costs the host.
+        kept: dict[torch.Tensor, _StandIn] = vars(self).setdefault("_stand_ins", {})
+        for parameter in (parameter for group in groups for parameter in group):
+            one, own, grad = kept.get(parameter), state.get(parameter), parameter.grad
+            if one is None or not one.stands_for(parameter, own):
+                one = kept[parameter] = _StandIn(parameter, own)
+            one.local.grad = None if grad is None else to_local(grad)
         try:
             for group, parameters in zip(self.param_groups, groups, strict=True):
-                group["params"] = [locals_of[parameter] for parameter in parameters]
-            # torchao finds a parameter's states by the parameter, which for this step is its local stand-in.
+                group["params"] = [kept[parameter].local for parameter in parameters]
+            # An optimizer finds a parameter's states by the parameter, which for this step is its local stand-in.
             self.state = defaultdict(dict)
-            for parameter, local in locals_of.items():
-                if parameter in state:
-                    self.state[local] = {key: to_local(value) for key, value in state[parameter].items()}
+            self.state.update({each.local: each.local_state for each in kept.values() if each.local_state})
             result = super().step(closure)  # type: ignore[misc]
-            for parameter, local in locals_of.items():
-                for key, value in self.state[local].items():
-                    if key not in state[parameter]:  # made in the first step; later ones are updated in place
-                        state[parameter][key] = _as_sharded_as(parameter, value)
+            for parameter, each in kept.items():
+                made = self.state.get(each.local, {})
+                if len(made) != each.size:  # in the first step; later on states are updated in place
+                    state[parameter].update(
+                        {key: _as_sharded_as(parameter, made[key]) for key in made.keys() - state[parameter].keys()}
+                    )
         finally:
             self.state = state
+            for each in kept.values():
+                each.local.grad = None  # else zero_grad would free nothing
             for group, parameters in zip(self.param_groups, groups, strict=True):
                 group["params"] = parameters
         return result
 
+    step.hooked = True  # type: ignore[attr-defined]  # the step that it calls has torch's hooks: once is enough
 
-def _local_parameter(parameter: torch.Tensor) -> nn.Parameter:
-    local = nn.Parameter(to_local(parameter).detach(), requires_grad=False)  # the same memory
-    if parameter.grad is not None:
-        local.grad = to_local(parameter.grad)
-    return local
+
+class _StandIn:
+    """A parameter's shard as a parameter of its own in the same memory, with its states."""
+
+    def __init__(self, parameter: torch.Tensor, state: dict[str, Any] | None) -> None:
+        self._shard, self._state = _shard(parameter), state
+        self.local = nn.Parameter(self._shard.detach(), requires_grad=False)
+        self.local_state = {key: to_local(value) for key, value in (state or {}).items()}
+        self.size = len(self.local_state)
+
+    def stands_for(self, parameter: torch.Tensor, state: dict[str, Any] | None) -> bool:
+        """FSDP2 may put another tensor in the shard's place; loading a checkpoint makes new states, and the first step the first ones."""
+        return self._shard is _shard(parameter) and self._state is state and self.size == len(state or ())
+
+
+def _shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Always the same object, which ``to_local`` makes a new view of."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _as_sharded_as(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 from omegaconf import DictConfig
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -20,7 +20,7 @@ from finch.distributed import fsdp
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import Precision
 from finch.optim.finch_lr import AUTO_ETA_MAX
-from finch.optim.optimizers import adapt, optimizers_in_backward, stochastic_optimizer
+from finch.optim.optimizers import adapt, on_local_shards, optimizers_in_backward, stochastic_optimizer
 from finch.optim.torch_lr import TorchLR
 from finch.training.chunked_loss import TokenLoss
 from finch.training.reference import ReferenceLosses
@@ -66,6 +66,7 @@ class Update:
         self._last_loss = self._parallel.all_reduce_sum_(loss_sum) / targets.clamp(min=1)
         return self._last_loss
 
+    @torch.no_grad()
     def clip(self) -> torch.Tensor | None:
         """Clips to ``clip_grad_norm`` if set; returns the norm before clipping, [], over all ranks' shards; a collective."""
         parameters = list(self._model.trained_parameters().values())
@@ -74,8 +75,8 @@ class Update:
             # The kernel divides by it as it reads the gradients: no pass of its own scales them.
             self._scale = ((norm + 1e-6) / self._clip_grad_norm).clamp(min=1.0).float()  # as clip_grads_with_norm_
         elif self._clip_grad_norm is not None:
-            for group in dtensor.group_by_mesh(parameters):
-                nn.utils.clip_grads_with_norm_(group, self._clip_grad_norm, norm)
+            gradients = [dtensor.to_local(each.grad) for each in parameters if each.grad is not None]
+            torch._foreach_mul_(gradients, (self._clip_grad_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm.to(self._parallel.device, non_blocking=True)  # offloaded gradients live on the CPU
 
     @property
@@ -93,18 +94,29 @@ class Update:
             self.optimizers[0].step()
 
 
+@torch.no_grad()
 def grad_norm(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """The 2-norm of all gradients over all shards, [], in fp32 or wider; a collective where they are sharded."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     dtype = torch.float64 if any(each.dtype == torch.float64 for each in gradients) else torch.float32
     # Not get_total_norm, which returns the norm of bf16 gradients in bf16: up to 0.4% off.
-    norms = [
-        dtensor.full_tensor(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(group, 2, dtype))))
-        for group in dtensor.group_by_mesh(gradients)
-    ]
+    norms = [_norm(group, dtype) for group in dtensor.group_by_placements(gradients)]
     if not norms:
         return torch.zeros(())
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _norm(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """[] of gradients that are sharded alike; a collective where they are. The shards are plain tensors: norms of DTensors take the host three
+    times as long."""
+    norms = torch.stack(torch._foreach_norm([dtensor.to_local(each) for each in gradients], 2, dtype))
+    if isinstance(first := gradients[0], DTensor):
+        for dimension, placement in enumerate(first.placements):
+            if placement.is_shard():
+                norms = norms.square()
+                distributed.all_reduce(norms, group=first.device_mesh.get_group(dimension))
+                norms = norms.sqrt()
+    return torch.linalg.vector_norm(norms)
 
 
 class UpdateInBackward(Update):
@@ -165,10 +177,6 @@ def make_update(
     return update(model, optimizers, schedule, parallel, cfg.clip_grad_norm)
 
 
-FUSED_ON_SHARDS = ("torch.optim.AdamW", "torch.optim.Adam")
-"""The optimizers of torch whose fused kernel takes DTensors."""
-
-
 def build_optimizers(
     cfg: DictConfig, parameters: Sequence[nn.Parameter], precision: Precision, device: torch.device, *, tensor_lr: bool
 ) -> list[Optimizer]:
@@ -178,15 +186,9 @@ def build_optimizers(
     synchronises with a GPU.
     """
     node = stochastic_optimizer(cfg.optimizer) if precision.stochastic else cfg.optimizer
-    if (
-        node.get("fused")
-        and node["_component_"] not in FUSED_ON_SHARDS
-        and any(isinstance(each, DTensor) for each in parameters)
-    ):
-        logger.info(
-            f"optimizer.fused=True: torch has no such kernel of {node['_component_']} for sharded weights; it runs without"
-        )
-        node = {**node, "fused": None}
+    # Whatever of torch has a fused kernel has elementwise updates.
+    on_shards = node["_component_"].startswith("torch.optim.") and node.get("fused")
+    on_shards = on_shards and any(isinstance(each, DTensor) for each in parameters)
     # Only a fused kernel on the device takes the rate, and whether to skip, from there without a read by the host.
     on_device = tensor_lr and device.type == "cuda" and node.get("fused") and not cfg.fsdp_cpu_offload
 
@@ -194,6 +196,8 @@ def build_optimizers(
         optimizer = build(node, "optimizer", [{"params": group} for group in dtensor.group_by_mesh(params)])
         if precision.stochastic:
             adapt(optimizer)
+        elif on_shards:
+            on_local_shards(optimizer)
         if on_device:
             for group in optimizer.param_groups:
                 group["lr"] = torch.tensor(float(group["lr"]), device=device)

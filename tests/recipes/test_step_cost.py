@@ -48,7 +48,7 @@ def test_step_of_finch_starts_the_collectives_of_plain_sft(tmp_path, tiny):
         assert small == [
             ["allreduce", 2],
             ["allreduce", 1],
-            ["all_reduce", 3 + 9 * layers],
+            ["allreduce", 3 + 9 * layers],
         ]  # counts, loss, norms of the parameters
         assert between == [["allreduce", 4]]  # requests of signals and hooks, on the host
     assert ranks[0]["finch"] == ranks[0]["sft"]

@@ -1,17 +1,18 @@
 """The norm of gradients, and clipping by it in the optimizer's kernel."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+from helpers.ranks import on_ranks
+from helpers.runs import environment
 from torch import nn
 
 from finch import FinchLR
 from finch.distributed.parallel import Parallel
-from finch.distributed.precision import precision_of
 from finch.optim.torch_lr import TorchLR
-from finch.training import optimizer
 from finch.training.optimizer import Update, grad_norm
 
 
@@ -63,12 +64,85 @@ def test_clipping_in_the_kernel_is_that_in_memory(is_finch: bool) -> None:
     assert not torch.equal(trained[0], torch.cat([each.detach() for each in weights(torch.float32).values()]))
 
 
-@pytest.mark.parametrize(("name", "fused"), [("AdamW", True), ("Adam", True), ("SGD", None)])
-def test_a_fused_kernel_that_takes_no_shards_is_not_used_for_them(name, fused, monkeypatch) -> None:
-    cfg = OmegaConf.create({"optimizer": {"_component_": f"torch.optim.{name}", "lr": 0.1, "fused": True}})
-    cfg.update(fsdp_cpu_offload=False, optimizer_in_bwd=False)
-    arguments = list(weights(torch.float32).values()), precision_of("fp32"), torch.device("cpu")
-    for sharded_class, expected in ((nn.Parameter, fused), (SimpleNamespace, True)):
-        monkeypatch.setattr(optimizer, "DTensor", sharded_class)
-        [made] = optimizer.build_optimizers(cfg, *arguments, tensor_lr=False)
-        assert made.param_groups[0]["fused"] == expected
+def test_steps_on_local_shards_are_those_on_dtensors_bit_for_bit(tmp_path) -> None:
+    """Rows that two ranks cannot share evenly, sharded by FSDP2 and by HSDP; the third step continues from a state that was saved."""
+    code = """
+        import torch.distributed as dist
+        from torch import nn
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import DTensor
+        from finch.base.dtensor import full_tensor
+        from finch.optim.optimizers import on_local_shards
+        from finch.training.optimizer import grad_norm
+
+        dist.init_process_group("gloo")
+
+        def trained(mesh, kind, is_local):
+            torch.manual_seed(0)
+            model = nn.Sequential(*[nn.Linear(3 + i, 4 + i) for i in range(4)])
+            fully_shard(model, mesh=mesh)
+            parameters, found = list(model.parameters()), []
+            optimizer = getattr(torch.optim, kind)(parameters, lr=0.1, fused=True)
+            if is_local:
+                on_local_shards(optimizer)
+            for step in range(3):
+                for number, each in enumerate(parameters):
+                    each.grad = each.detach() * (number + step + 1)
+                norms = torch.stack(torch._foreach_norm([each.grad for each in parameters], 2))
+                found.append(grad_norm(parameters) if is_local else torch.linalg.vector_norm(norms).full_tensor())
+                optimizer.step()
+                if step == 1:
+                    optimizer.load_state_dict(optimizer.state_dict())
+            states = [each["exp_avg"] for each in optimizer.state.values()]
+            assert all(isinstance(each, DTensor) for each in states)
+            return found + [full_tensor(each.detach()) for each in [*parameters, *states]]
+
+        shapes = {(2,): ("shard",), (2, 1): ("copy", "shard"), (1, 2): ("copy", "shard")}
+        meshes = [init_device_mesh("cpu", shape, mesh_dim_names=names) for shape, names in shapes.items()]
+        pairs = [
+            (kind, one, other)
+            for mesh in meshes
+            for kind in ("AdamW", "Adam")
+            for one, other in zip(*(trained(mesh, kind, is_local) for is_local in (True, False)), strict=True)
+        ]
+        tell([len(pairs), sum(torch.equal(one, other) for _, one, other in pairs)])
+    """
+    assert on_ranks(2, code, tmp_path) == [[3 * 2 * 19] * 2] * 2
+
+
+COMPLETE = """
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses import fake_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from finch.optim.optimizers import on_local_shards
+from finch.training.optimizer import grad_norm
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+calls = []
+real = fake_tensor.run_fallback_kernel
+fake_tensor.run_fallback_kernel = lambda mode, func, *rest: calls.append(str(func)) or real(mode, func, *rest)
+model = nn.Linear(16, 16, bias=False)
+fully_shard(model)
+for is_local in (True, False):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), fused=True)
+    if is_local:
+        on_local_shards(optimizer)
+    model.weight.grad = torch.ones_like(model.weight)
+    grad_norm([model.weight])
+    optimizer.step()
+    print(len(calls))
+"""
+
+
+def test_no_step_makes_tensors_of_the_complete_models_size() -> None:
+    """With a tensor as learning rate, the dispatch of DTensors runs the kernel on zeros of the complete weights; that of shards does not."""
+    command = [sys.executable, "-W", "ignore", "-c", COMPLETE]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    assert found.stdout.split() == ["0", "1"], found.stderr

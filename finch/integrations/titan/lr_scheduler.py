@@ -14,6 +14,7 @@ from finch import FinchLR
 from finch.base.errors import UserError
 from finch.base.log import logger
 from finch.optim.finch_lr import ETA_MAX
+from finch.optim.optimizers import on_local_shards
 
 
 class FinchLRSchedulersContainer(LRSchedulersContainer):
@@ -69,6 +70,7 @@ class FinchLRSchedulersContainer(LRSchedulersContainer):
         for optimizer in self._optimizers if self._has_tensor_lr else ():
             # torch sets it where `fused` is an argument of the optimizer; TorchTitan gives it to the param groups.
             vars(optimizer).update(_step_supports_amp_scaling=True)
+            on_local_shards(optimizer)
         self.init = config.init
         self.schedule = build_schedule(config, self._optimizers)
         self._hold_lr_as_tensors()  # now that eta_base is read: the tensors have fp32's digits
