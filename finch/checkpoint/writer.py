@@ -151,6 +151,8 @@ class CheckpointWriter:
     # In the saving thread
 
     def _write(self, step: int, tensors: dict[str, Any], state_text: str, rng_text: str) -> None:
+        if (device := self._parallel.device).type == "cuda":
+            torch.cuda.set_device(device)  # a new thread's is 0: DCP would make a context there on every rank
         try:
             self._outcome = (self._write_checkpoint(step, tensors, state_text, rng_text), None)
         except WriteFailed as error:

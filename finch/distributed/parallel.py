@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from finch.base.errors import UserError
 
@@ -168,9 +169,10 @@ def join(device: torch.device, sizes: MeshSizes, timeout: timedelta | None = Non
     mesh = init_device_mesh(
         device.type, (sizes.replicate, sizes.shard, sizes.tensor), mesh_dim_names=("dp_replicate", "dp_shard", "tp")
     )
+    if timeout is not None:  # else torch's ten minutes with NCCL, whatever distributed_timeout says
+        for name in mesh.mesh_dim_names or ():
+            _set_pg_timeout(timeout, mesh.get_group(name))
     data_mesh = mesh["dp_replicate", "dp_shard"]
-    if sizes.tensor > 1:
-        mesh["dp_shard", "tp"]._flatten("dp_shard_tp")  # a norm over both is then one reduction
     return Parallel(
         device,
         rank,
@@ -262,4 +264,6 @@ def use_expandable_segments() -> None:
     """Lets CUDA's allocator grow its segments: the sizes of batches without padding differ from step to step, and would leave gaps between
     fixed ones. What the environment says of the allocator stays."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        # The older name warns on each rank from torch 2.11 on.
+        set_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)
+        set_settings("expandable_segments:True")

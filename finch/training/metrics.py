@@ -20,6 +20,9 @@ from finch.base import files, run_files
 from finch.base.log import logger
 from finch.base.progress import RunProgress
 
+_LAST_WAIT_S = 5.0
+"""For the device, when a run closes."""
+
 
 class MetricsLog:
     """Accepts a step's metrics as they are, tensors included, and reads tensors only every ``every`` steps, in one transfer.
@@ -193,7 +196,9 @@ class MetricsLog:
     def close(self) -> None:
         """Writes pending steps, also after an error: the last steps are the ones that explain it."""
         with contextlib.suppress(RuntimeError):  # a device that has failed cannot be read
-            self.flush()
+            self._ask()
+            deadline = time.monotonic() + _LAST_WAIT_S
+            self._read([transfer for transfer in self._asked if transfer.has_arrived(deadline)])
         if self._progress is not None:
             self._progress.close()
         if self._file is not None:
@@ -223,6 +228,14 @@ class _Transfer:
             if values.is_cuda:
                 self._event = torch.cuda.Event()
                 self._event.record()
+
+    def has_arrived(self, deadline: float) -> bool:
+        """Waits for the device until ``deadline``: after the loss of another rank a collective that never ends may be before it."""
+        while self._event is not None and not self._event.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
 
     def lines(self) -> list[dict[str, Any]]:
         """The lines with numbers in place of tensors; waits for the device to get there."""

@@ -28,7 +28,7 @@ def test_parallel_on_two_ranks(tmp_path):
         from torch import nn
         from finch.base import dtensor
         from finch.distributed import fsdp, parallel
-        ranks = parallel.start(device, shard=False)
+        ranks = parallel.start(device, shard=False, timeout_s=77)
         total = ranks.all_reduce_sum_(torch.tensor([0.1, 1.0 + ranks.rank], dtype=torch.float64))
         torch.manual_seed(0)
         whole = torch.randn(5, 3)  # does not divide by two
@@ -47,6 +47,7 @@ def test_parallel_on_two_ranks(tmp_path):
             "local": list(model.weight.to_local().shape),
             "whole": bool(torch.equal(dtensor.full_tensor(model.weight), whole)),
             "differs": differs,
+            "timeout": ranks.mesh.get_group()._get_backend(device).options._timeout.total_seconds(),
         })
         parallel.stop()
     """
@@ -56,12 +57,13 @@ def test_parallel_on_two_ranks(tmp_path):
     for rank in found:
         assert rank["gathered"] == [0, 10]
         assert rank["whole"]
+        assert rank["timeout"] == 77
         assert "the rate differs between ranks: [[0.0], [1.0]]" in rank["differs"]
 
 
 def test_segments_grow_unless_the_environment_says_otherwise(monkeypatch):
     settings = []
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False)
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         with monkeypatch.context() as patch:
             patch.setenv(variable, "max_split_size_mb:128")

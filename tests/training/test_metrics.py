@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from finch.base.run_files import read_metrics
+from finch.training import metrics
 from finch.training.metrics import MetricsLog
 
 
@@ -48,6 +49,21 @@ def test_late_log_reads_what_was_asked_for_a_report_ago(tmp_path):
     assert seen == [(0, 0), (0, 0), (0, 0), (2, 0), (2, 0), (4, 3), (4, 3)]
     assert log.num_lines() == 7
     assert [line["loss"] for line in read_metrics(file)] == [1, 2, None, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(("arrives", "steps"), [([False, False, True], [1, 2]), ([False] * 10_000, [2])])
+def test_a_closing_log_waits_for_the_device_for_a_while_only(tmp_path, monkeypatch, arrives, steps):
+    """After the loss of another rank, what the device is to send may lie behind a collective that never ends."""
+    monkeypatch.setattr(metrics, "_LAST_WAIT_S", 0.05)
+    log = MetricsLog(tmp_path, None, is_writer=True, every=1, is_late=True)
+    log.open()
+    log.add(1, step_metrics(torch.tensor(1.0)))
+    log.report()
+    answers = iter(arrives)
+    log._asked[0]._event = mock.Mock(query=lambda: next(answers))
+    log.add(2, step_metrics(torch.tensor(2.0)))
+    log.close()
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == steps
 
 
 def test_metrics_log_drops_lines_after_its_checkpoint(tmp_path):
