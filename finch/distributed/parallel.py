@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -138,6 +139,7 @@ def start(
     Raises UserError before any rank waits for another if the sizes do not multiply to the number of ranks.
     """
     sizes = (sizes or MeshSizes()).resolve(launched_ranks())
+    follow_nccl()
     backend = {"cuda": "nccl", "cpu": "gloo"}.get(device.type) or dist.get_default_backend_for_device(device)
     if offload and device.type != "cpu":
         backend = f"{device.type}:{backend},cpu:gloo"
@@ -153,6 +155,14 @@ def start(
     if dist.get_world_size() == 1 and not shard:
         return Parallel(device)
     return join(device, sizes, timeout)
+
+
+def follow_nccl() -> None:
+    """Gives gloo the network interface that ``NCCL_SOCKET_IFNAME`` names, where it is one of this node's and gloo has none: gloo would bind to the
+    host name's address, which on many clusters is that of a slow network, or of no other node."""
+    name = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
+    if name in {name for _, name in socket.if_nameindex()}:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def start_from(cfg: DictConfig, device: torch.device, *, shard: bool) -> Parallel:

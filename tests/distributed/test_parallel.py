@@ -1,5 +1,8 @@
 """Sums, shards and devices, on one process and on two."""
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 from helpers.ranks import on_ranks
@@ -59,6 +62,26 @@ def test_parallel_on_two_ranks(tmp_path):
         assert rank["whole"]
         assert rank["timeout"] == 77
         assert "the rate differs between ranks: [[0.0], [1.0]]" in rank["differs"]
+
+
+@pytest.mark.parametrize(
+    ("nccl", "gloo", "expected"),
+    [
+        ("=lo", None, "lo"),
+        ("lo", "eth7", "eth7"),
+        ("^docker", None, None),
+        ("none_such", None, None),
+        (None, None, None),
+    ],
+)
+def test_gloo_takes_the_interface_of_nccl(monkeypatch, nccl, gloo, expected):
+    for name, value in (("NCCL", nccl), ("GLOO", gloo)):
+        monkeypatch.delenv(f"{name}_SOCKET_IFNAME", raising=False)
+        if value is not None:
+            monkeypatch.setenv(f"{name}_SOCKET_IFNAME", value)
+    with mock.patch.dict(os.environ):
+        parallel.follow_nccl()
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
 
 
 def test_segments_grow_unless_the_environment_says_otherwise(monkeypatch):
