@@ -79,15 +79,17 @@ def main() -> None:
     if args.tuned:
         models["tuned"] = args.tuned
     print(f"{machine()}; a skill is seen by finch beyond {MAX_KL:g} nats per token", flush=True)
-    rows = []
+    kept = args.out / "rows.jsonl"  # of an earlier call that was interrupted
+    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     for name, folder in models.items():
         for tool, run in (("finch", _finch), ("pyrecall", _pyrecall), ("FineTuneCheck", _finetunecheck)):
             python = sys.executable if tool == "finch" else getattr(args, tool.lower())
-            if python:
+            if python and not any((row["model"], row["tool"]) == (name, tool) for row in rows):
                 start = _cpu_seconds()
                 found = run(python, args.base, folder, args.out)
                 rows.append({"model": name, "tool": tool, **found, "CPU seconds": _cpu_seconds() - start})
-                print(json.dumps(rows[-1]), flush=True)
+                with kept.open("a") as file:
+                    print(json.dumps(rows[-1]), file=file)
     print_rows(rows)
 
 
@@ -99,8 +101,8 @@ def _cpu_seconds() -> float:
 def _output(command: Sequence[str], log: Path) -> str:
     with log.open("a") as file:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=file, text=True, check=False)
-    if not done.stdout.strip():
-        sys.exit(f"{command[0]} has printed nothing:\n{log.read_text()[-2000:]}")
+    if done.returncode:
+        sys.exit(f"{command[0]} has failed:\n{log.read_text()[-2000:]}")
     return done.stdout
 
 

@@ -1,9 +1,19 @@
-"""The study's figure: the fronts of the primary measure."""
+"""The study's figures: the fronts of the primary measure, and the README's picture of them.
+
+python -m studies.smollm2_tofu.figure    draws docs/forgetting.svg from what results/ holds
+"""
 
 from __future__ import annotations
 
+import csv
+import json
+import re
+import tarfile
+import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -11,8 +21,8 @@ from numpy.typing import NDArray
 
 from finch.study.report.front import TradeOff, points_by_method
 from finch.study.report.measures import Estimate
-from finch.study.report.style import PRETRAINED, STYLES, name_places, write
-from finch.training.style import LESS_FORGOTTEN, MORE_LEARNED, Name, new_panels
+from finch.study.report.style import PRETRAINED, STYLES, name_places, new_figure, write
+from finch.training.style import COLOURS, LESS_FORGOTTEN, MORE_LEARNED, Name, new_panels
 
 Array = NDArray[np.float64]
 LABELS = {
@@ -21,6 +31,23 @@ LABELS = {
     "finch": "FINCH",
     "wise_ft": "WiSE-FT of SFT",
     "kl": "SFT + KL penalty, 1 seed",
+}
+RESULTS = Path(__file__).parent / "results"
+PICTURED = {
+    "sft": "plain SFT, cosine",
+    "finch": "FINCH",
+    "wise_ft": "averages of SFT",
+    "self_replay": "self_replay, constant rate",
+}
+_DARK = {
+    "ink": "#e6e8eb",
+    "muted": "#9aa3ad",
+    "grid": "#353b43",
+    "page": "#15181c",
+    "vermilion": "#ff8a4c",
+    "blue": "#5aa9ff",
+    "violet": "#a48cff",
+    "green": "#35c48f",
 }
 MOST_FORGOTTEN = 1.3
 """Nats per token; the largest rates are outside."""
@@ -56,6 +83,56 @@ def draw(by_score: TradeOff, by_loss: TradeOff, path: Path) -> None:
     write(figure, path)
 
 
+def draw_picture(path: Path) -> None:
+    """KL over the loss of the learned answers, means over the stored seeds, with the pretrained model; colours follow the reader's screen."""
+    points = _stored_points()
+    figure, axes = new_figure(
+        4.4, f"loss of the trained answers\n{MORE_LEARNED}", f"forgotten: KL, nats per token\n{LESS_FORGOTTEN}"
+    )
+    names = []
+    for method, label in PICTURED.items():
+        style = STYLES[method]
+        places = [point for point in sorted(points[method], key=lambda point: point[1]) if point[1] < MOST_FORGOTTEN]
+        axes.plot(*zip(*places, strict=True), marker=style.marker, color=style.hex, markersize=6, linewidth=1.5)
+        names.append(Name(label, style.hex, places))
+    (base,) = points["pretrained"]
+    axes.plot(*base, marker=PRETRAINED.marker, color=PRETRAINED.hex, markersize=11)
+    names.append(Name("pretrained", PRETRAINED.hex, [base]))
+    axes.set_ylim(MOST_FORGOTTEN, -0.06)
+    axes.xaxis.set_inverted(True)
+    name_places(axes, names)
+    with tempfile.TemporaryDirectory() as folder:
+        text = write(figure, Path(folder, path.stem))
+    for name in _DARK:
+        text = re.sub(f"{COLOURS[name]}\\b", f"var(--{name})", text, flags=re.IGNORECASE)
+    light, dark = ("".join(f"--{name}: {colours[name]}; " for name in _DARK) for colours in (COLOURS, _DARK))
+    sheet = f"<style>svg {{ {light}}} @media (prefers-color-scheme: dark) {{ svg {{ {dark}}} }}</style>"
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL).replace("#ffffff", "var(--page)")
+    path.write_text(re.sub(r"(<svg [^>]*>)", lambda match: match[0] + sheet, text, count=1), encoding="utf-8")
+
+
+def _stored_points() -> dict[str, list[tuple[float, float]]]:
+    """(training loss, KL) of each method's rates, means over seeds; of the pretrained model."""
+    found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    with (RESULTS / "results.csv").open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if row["setting"] == "smooth" and row["own_answers_kl"]:
+                found[row["method"], row["optimizer.lr"]].append((float(row["train"]), float(row["own_answers_kl"])))
+    with tarfile.open(RESULTS / "replay_runs.tar.xz") as archive:
+        for member in archive:
+            if member.name.endswith("losses.json"):
+                file = archive.extractfile(member)
+                assert file is not None
+                tasks = json.load(file)["tasks"]
+                method, _, rest = Path(member.name).parts[1].partition("_lr_scheduler-None_")
+                key = (method, rest.partition("_seed")[0]) if rest else ("pretrained", "")
+                found[key].append((tasks["train"]["score"], tasks["own_answers_kl"]["score"]))
+    points = defaultdict(list)
+    for (method, _), pairs in found.items():
+        points[method].append((fmean(x for x, _ in pairs), fmean(y for _, y in pairs)))
+    return points
+
+
 def _bars(estimates: Sequence[Estimate], sign: int) -> Array:
     """[2, points] from each value, shown times ``sign``, down and up to the ends of its interval."""
     bars = []
@@ -63,3 +140,7 @@ def _bars(estimates: Sequence[Estimate], sign: int) -> Array:
         ends = (0.0, 0.0) if one.low is None or one.high is None else (one.value - one.low, one.high - one.value)
         bars.append(ends[::sign])
     return np.array(bars).T.clip(0)
+
+
+if __name__ == "__main__":
+    draw_picture(Path(__file__).parents[2] / "docs" / "forgetting.svg")
