@@ -143,6 +143,8 @@ class FinchFullFinetune(FTRecipeInterface):
             logger.info(f"nothing to do: {cfg.epochs} epochs have ended; set epochs higher to continue")
         elif state.stop is not None:
             logger.info(f"nothing to do: this run was stopped by {state.stop.reason}")
+            if state.consumed > 0:  # its state is that of the step
+                self.end_epoch()
         while state.epoch < cfg.epochs and state.stop is None:
             self.train_epoch()
         if state.stop is not None and not state.stop.is_finished:
@@ -168,13 +170,18 @@ class FinchFullFinetune(FTRecipeInterface):
             self.metrics_log.report()
             state.is_save_due |= self.checkpointer.writer.is_due(state.step)  # of one rank is that of all
             state.agree()
-            # A finished run that stops at the end of an epoch still gets the epoch's folder.
             if state.stop is not None and not (state.stop.is_finished and state.is_epoch_end):
-                return self.stop()
+                self.save_stopped()
+            if state.stop is not None:
+                break
             if state.is_save_due and not state.is_epoch_end:  # else it is saved with the epoch
                 self.checkpointer.save(self)
             self.checkpointer.writer.poll()
-        self.end_epoch()
+        else:  # also in a run that was resumed there
+            state.is_epoch_end = True
+        # A finished run gets the folder of its epoch, also where it stops within it.
+        if state.stop is None or state.stop.is_finished:
+            self.end_epoch()
 
     def train_step(self, batches: list[Batch]) -> dict[str, torch.Tensor | float | None]:
         """One optimizer step over its micro-batches, see :class:`finch.training.step.TrainStep`; its line in the metrics."""
@@ -198,17 +205,18 @@ class FinchFullFinetune(FTRecipeInterface):
             state.best = update_best(state.best, state.select_by, name, metrics)
             if state.best is not None:
                 self.run.link(run_files.BEST, self.exported(state.best["epoch"]))
-        elif is_last:
+        elif is_end:
             self.checkpointer.save(self, wait=True, metrics_lines=lines)
             raise self.run.no_room()
         if is_exported or not is_written:
             self.hooks.each(lambda hook: hook.after_export(state, name if is_exported else None))
         state.epoch, state.consumed = state.epoch + 1, 0
-        if is_written or state.is_save_due:
+        # A run that has ended within its epoch has saved that state, from which it can go on.
+        if (is_written or state.is_save_due) and state.is_epoch_end:
             self.checkpointer.save(self, wait=is_end)
 
-    def stop(self) -> None:
-        """Saves the state where a hook has ended the run within an epoch."""
+    def save_stopped(self) -> None:
+        """Saves the state where a hook has ended the run within an epoch, or a signal anywhere."""
         self.metrics_log.end_epoch()
         is_saved = self.checkpointer.save(self, wait=True)
         if self.state.stop is not None and not self.state.stop.is_finished:

@@ -146,6 +146,11 @@ class SelfReplay(Keys):
     """a folder that keeps the answers for other runs on the same model and prompts; null: only the run's folder does"""
 
 
+class EarlyStopping(Keys):
+    patience: PositiveInt = 2
+    """readings in a row, at epochs' ends and every validate_every_n_steps, that are no better than the best"""
+
+
 class Optimization(Keys):
     optimizer: Result[Component]
     """the optimizer; its lr is eta_base under FinchLR"""
@@ -171,6 +176,8 @@ class Optimization(Keys):
     """optimizer steps after which an epoch ends; null: all rows"""
     validate_every_n_steps: Result[PositiveInt | None] = None
     """also validate after every n optimizer steps"""
+    early_stopping: Result[EarlyStopping | None] = None
+    """end the run once the metric that RUN/best is chosen by, the validation loss, no longer improves; null: no"""
 
 
 class Probe(Keys):

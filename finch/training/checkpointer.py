@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
+from finch.base import status
 from finch.base.log import logger
 from finch.checkpoint.reader import FORMAT, load_rng_state, load_tensors
 from finch.checkpoint.writer import CheckpointWriter
@@ -46,7 +47,7 @@ class TrainState:
         best: ``{"epoch": name, metric: value}`` of the best epoch, or None.
         select_by: the metric that the best epoch is chosen by; None: there is none.
         metrics: of the last step, as written to metrics.jsonl; tensors are not read yet.
-        probe_metrics: of the probes that were evaluated after the last step; empty without an evaluation.
+        evaluated: validation losses and metrics of probes that were measured after the last step, by their names in metrics.jsonl.
         is_epoch_end: whether the last step was the last one of its epoch.
         is_synced: whether hooks may read tensors of the device after this step, see :meth:`finch.training.hooks.Hook.wants_sync`.
         stop: set once all ranks have agreed to stop.
@@ -61,7 +62,7 @@ class TrainState:
     best: dict[str, Any] | None = None
     select_by: str | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
-    probe_metrics: dict[str, float] = field(default_factory=dict)
+    evaluated: dict[str, float] = field(default_factory=dict)
     is_epoch_end: bool = False
     is_synced: bool = False
     stop: Stop | None = None
@@ -73,7 +74,8 @@ class TrainState:
         self.is_save_due = True
 
     def request_stop(self, reason: str, *, is_finished: bool = True, is_requeued: bool = False) -> None:
-        """Asks for the run to end after this step, with its state saved; one rank's request is enough. See :class:`Stop`."""
+        """Asks for the run to end after this step, with its state saved; one rank's request is enough. A run that is finished ends its epoch
+        there, with the epoch's folder. The reason is printed, and kept in RUN/status.json. See :class:`Stop`."""
         if self._requested is None or self._requested.is_finished:  # a signal's request stays
             self._requested = Stop(reason, is_finished, is_requeued)
 
@@ -90,6 +92,7 @@ class TrainState:
             # A collective that no rank misses: `is_stopped` is the same on all by now.
             reasons = self.parallel.gather_all_ranks(asked.reason)
             self.stop = Stop(next(filter(None, reasons)), not is_unfinished, is_requeued)
+            status.report(now=True, stopped_by=self.stop.reason)
 
     def advance(self, order: GlobalOrder, steps_per_epoch: int) -> None:
         self.step += 1

@@ -206,10 +206,17 @@ class Run:
         return not stop.is_requeued
 
     def link(self, link: str, name: str) -> None:
-        """Makes ``link`` (``best``, ``within_budget``) a relative link to the folder ``name``, replaced in one step."""
-        if self.is_writer:
-            with files.atomic_file(self.path / link) as partial:
-                partial.symlink_to(name)
+        """Makes ``link`` (``best``, ``within_budget``) a relative link to the folder ``name``, replaced in one step. Then removes the models of
+        steps that were exported for it before."""
+        if not self.is_writer:
+            return
+        with files.atomic_file(self.path / link) as partial:
+            partial.symlink_to(name)
+        # LoRA writes two folders for one step, a model and its adapter: both stay.
+        own = name.removesuffix("_adapter")
+        for path in self.path.glob(f"{link}_step_*"):
+            if path.name.removesuffix("_adapter") != own:
+                shutil.rmtree(path, ignore_errors=True)
 
     def export(self, write: Callable[[], None], name: str, parallel: Parallel) -> bool:
         """Writes a model's folder by ``write``, which every rank calls, since each sends its shards; a collective.
@@ -252,7 +259,10 @@ class Run:
         """What an earlier run has left, in the order of its removal, which may be interrupted: without checkpoints nothing resumes the
         old run, and as long as metrics.jsonl is there the folder counts as a run's."""
         links = [self.path / name for name in (run_files.BEST, run_files.WITHIN_BUDGET, run_files.AVERAGE)]
-        models = [*self.path.glob("epoch_*"), *self.path.glob(f"{run_files.WITHIN_BUDGET}_step_*")]
+        models = [
+            *self.path.glob("epoch_*"),
+            *(path for link in links for path in self.path.glob(f"{link.name}_step_*")),
+        ]
         last = [self.path / name for name in (run_files.STATUS, run_files.LOSS_FIGURE, run_files.METRICS)]
         return [self.path / run_files.REQUEUE, *checkpoint.own_folders(self.path), *links, *models, *last]
 
