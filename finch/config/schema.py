@@ -319,6 +319,8 @@ class Output(Keys):
     """auto: at the end of the run, the average with the pretrained model at the knee of learning and forgetting, as finch average"""
     save_last_epoch_only: Place[bool] = False
     """write only the last epoch's Hugging Face folder, and save no resumable checkpoint at the ends of the epochs before it"""
+    save_best_only: Place[bool] = False
+    """keep one Hugging Face folder, the best epoch's, or the last one's where none is chosen, and save no resumable checkpoint at epochs' ends"""
     resume_from_checkpoint: Place[bool | Literal["auto"] | Annotated[str, _text("PATH")]] = False
     """continue the run in output_dir: True from its last checkpoint, auto if there is one, or from a step_N folder"""
     overwrite: Place[bool] = False

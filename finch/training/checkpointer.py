@@ -116,11 +116,13 @@ class Resumable(Protocol):
 class Checkpointer:
     """Saves and restores what a run needs to continue bit for bit. What a checkpoint holds and why: :mod:`finch.checkpoint.reader`.
 
-    ``writer`` says when a save is due, and waits for one in the background.
+    ``writer`` says when a save is due, and waits for one in the background. A run ``is_light`` with ``save_best_only`` until it has saved or
+    loaded a state: what it saves at its end has no weights, and only keeps a later start from training anew.
     """
 
     def __init__(self, cfg: DictConfig, run: Path, parallel: Parallel) -> None:
         self._parallel, self._user_hooks = parallel, list(cfg.hooks or ())  # in one order on every rank
+        self.is_light = bool(cfg.save_best_only)
         self.writer = CheckpointWriter(
             run,
             parallel,
@@ -131,13 +133,16 @@ class Checkpointer:
             timeout_s=cfg.distributed_timeout,
         )
 
-    def save(self, trainer: Resumable, *, wait: bool = False, metrics_lines: int | None = None) -> bool:
+    def save(
+        self, trainer: Resumable, *, wait: bool = False, metrics_lines: int | None = None, is_end: bool = False
+    ) -> bool:
         """A collective. Returns whether no hook has refused, and the disk no file so far.
 
         Args:
             trainer: the recipe.
             wait: until all is on the disk; else the save may have only begun.
             metrics_lines: the number of lines of metrics.jsonl that belong to the steps so far; None: all.
+            is_end: whether the run is over.
         """
         state = trainer.state
         # A list, which asks every hook: any of them may hold a collective.
@@ -145,6 +150,7 @@ class Checkpointer:
             logger.info(f"the state of step {state.step} is not saved: a hook has refused")
             return False
         state.is_save_due = False
+        self.is_light &= is_end
         tensors, hooks = {}, {}
         for name in self._user_hooks:
             tensors[name], hooks[name] = _split(trainer.hooks[name].state_dict())
@@ -161,10 +167,13 @@ class Checkpointer:
             "identity": trainer.identity,
             **{key: value for state in own for key, value in state.items()},
             "hooks": hooks,
+            "has_weights": not self.is_light,
+            "stopped_by": None if state.stop is None else state.stop.reason,
             "metrics_lines": trainer.metrics_log.num_lines() if metrics_lines is None else metrics_lines,
         }
         parts = (trainer.model, trainer.update.optimizers, scalars)
-        is_saved = self.writer.save(state.step, *parts, extra=_nonempty(tensors), wait=wait)
+        options: dict[str, Any] = {"extra": _nonempty(tensors), "wait": wait, "has_tensors": not self.is_light}
+        is_saved = self.writer.save(state.step, *parts, **options)
         trainer.metrics_log.reset_timer()
         watchdog.heartbeat()
         return is_saved
@@ -172,7 +181,7 @@ class Checkpointer:
     def load(self, trainer: Resumable, folder: Path, scalars: dict[str, Any]) -> None:
         """Restores weights, optimizer, schedule, position, hooks and random states; a collective. Base learning rates stay the config's.
         Raises UserError if the checkpoint does not hold what this model and optimizer need."""
-        saved = scalars.get("hooks", {})
+        saved, self.is_light = scalars.get("hooks", {}), False
         tensors = {name: _split(trainer.hooks[name].state_dict())[0] for name in self._user_hooks if name in saved}
         load_tensors(folder, trainer.model, trainer.update.optimizers, self._parallel, extra=_nonempty(tensors))
         state = trainer.state

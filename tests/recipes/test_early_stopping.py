@@ -3,21 +3,9 @@
 import math
 
 import pytest
-from helpers.runs import assert_same_run, assert_same_weights, before_steps, finished, run_broken
+from helpers.runs import assert_same_run, assert_same_weights, finished, run_broken, script_validation
 
 from finch.base import run_files, status
-
-
-@pytest.fixture
-def scripted(monkeypatch):
-    """Makes the validation losses those of a script, by step."""
-
-    def script(losses):
-        steps = [0]
-        before_steps(monkeypatch, lambda recipe: steps.append(recipe.state.step + 1))
-        monkeypatch.setattr("finch.training.hooks.dataset_loss", lambda *_: losses[steps[-1]])
-
-    return script
 
 
 def result(run):
@@ -25,9 +13,9 @@ def result(run):
     return (run.folder / "best").readlink().name
 
 
-def test_run_ends_at_the_epoch_and_stays_so(tiny, scripted, tmp_path, monkeypatch):
+def test_run_ends_at_the_epoch_and_stays_so(tiny, tmp_path, monkeypatch):
     """A NaN is a reading, and never the best. Killed before the last reading, a run counts on."""
-    scripted({2: math.nan, 4: 3.0, 6: 2.5, 8: 2.5, 10: math.nan, 12: 1.0})
+    script_validation(monkeypatch, {2: math.nan, 4: 3.0, 6: 2.5, 8: 2.5, 10: math.nan, 12: 1.0})
     config = tiny(True, epochs=6, max_steps_per_epoch=2, early_stopping={"patience": 2})
     straight = finished(tmp_path / "a", config)
     reason = "early_stopping: validation loss no better in 2 readings; raise patience to continue"
@@ -51,9 +39,9 @@ def test_run_ends_at_the_epoch_and_stays_so(tiny, scripted, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("step", [5, 7])
-def test_readings_within_epochs(step, tiny, scripted, tmp_path, monkeypatch):
+def test_readings_within_epochs(step, tiny, tmp_path, monkeypatch):
     """The best model is that of step 4. Killed in either epoch, the run goes on from the end of the one before, or from scratch."""
-    scripted({2: 3.0, 4: 2.0, 6: 2.5, 8: 2.2, 10: 1.0, 12: 1.0})
+    script_validation(monkeypatch, {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.2, 10: 1.0, 12: 1.0})
     config = tiny(True, epochs=2, max_steps_per_epoch=6, validate_every_n_steps=2, early_stopping={"patience": 2})
     config["resume_from_checkpoint"] = "auto"
     run_broken(tmp_path, config, monkeypatch, step)
