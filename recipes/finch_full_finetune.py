@@ -75,7 +75,8 @@ class FinchFullFinetune(FTRecipeInterface):
         self.decoder, self.base, self.exported = self.loaded.decoder, self.loaded.base, self.loaded.exported
         self.setup_data()
         self.setup_hooks()
-        self.setup_training()
+        if not self.run.has_ended:
+            self.setup_training()
 
     def setup_data(self) -> None:
         """Tokenizer, loss and rows; with them the run's identity is known."""
@@ -134,6 +135,8 @@ class FinchFullFinetune(FTRecipeInterface):
     def train(self) -> None:
         """The training loop: epochs, steps, and what happens between them."""
         cfg, state = self.cfg, self.state
+        if self.run.has_ended:
+            return
         self.begin()
         if state.epoch >= cfg.epochs:
             name = f"epoch_{state.epoch - 1}"
@@ -143,6 +146,8 @@ class FinchFullFinetune(FTRecipeInterface):
             logger.info(f"nothing to do: {cfg.epochs} epochs have ended; set epochs higher to continue")
         elif state.stop is not None:
             logger.info(f"nothing to do: this run was stopped by {state.stop.reason}")
+            if state.consumed > 0:  # its state is that of the step
+                self.end_epoch()
         while state.epoch < cfg.epochs and state.stop is None:
             self.train_epoch()
         if state.stop is not None and not state.stop.is_finished:
@@ -168,13 +173,18 @@ class FinchFullFinetune(FTRecipeInterface):
             self.metrics_log.report()
             state.is_save_due |= self.checkpointer.writer.is_due(state.step)  # of one rank is that of all
             state.agree()
-            # A finished run that stops at the end of an epoch still gets the epoch's folder.
             if state.stop is not None and not (state.stop.is_finished and state.is_epoch_end):
-                return self.stop()
+                self.save_stopped()
+            if state.stop is not None:
+                break
             if state.is_save_due and not state.is_epoch_end:  # else it is saved with the epoch
                 self.checkpointer.save(self)
             self.checkpointer.writer.poll()
-        self.end_epoch()
+        else:  # also in a run that was resumed there
+            state.is_epoch_end = True
+        # A finished run gets the folder of its epoch, also where it stops within it.
+        if state.stop is None or state.stop.is_finished:
+            self.end_epoch()
 
     def train_step(self, batches: list[Batch]) -> dict[str, torch.Tensor | float | None]:
         """One optimizer step over its micro-batches, see :class:`finch.training.step.TrainStep`; its line in the metrics."""
@@ -190,29 +200,35 @@ class FinchFullFinetune(FTRecipeInterface):
         metrics = {name: value for each in found for name, value in (each or {}).items()}
         state.agree()
         name = f"epoch_{state.epoch}"
-        is_last = state.epoch + 1 == cfg.epochs
-        is_end = is_last or state.stop is not None
-        is_written = is_end or not cfg.save_last_epoch_only
+        is_end = state.epoch + 1 == cfg.epochs or state.stop is not None
+        is_every = not (cfg.save_last_epoch_only or cfg.save_best_only)
+        is_written = is_end or is_every
+        if cfg.save_best_only and not cfg.save_last_epoch_only:
+            is_better = update_best(state.best, state.select_by, name, metrics) is not state.best
+            is_written = is_better or (is_end and state.best is None)
         is_exported = is_written and self.export(name)
         if is_exported:
             state.best = update_best(state.best, state.select_by, name, metrics)
             if state.best is not None:
                 self.run.link(run_files.BEST, self.exported(state.best["epoch"]))
-        elif is_last:
+        elif is_written and is_end:
             self.checkpointer.save(self, wait=True, metrics_lines=lines)
             raise self.run.no_room()
         if is_exported or not is_written:
             self.hooks.each(lambda hook: hook.after_export(state, name if is_exported else None))
         state.epoch, state.consumed = state.epoch + 1, 0
-        if is_written or state.is_save_due:
-            self.checkpointer.save(self, wait=is_end)
+        # A run that has ended within its epoch has saved that state, from which it can go on, unless it is light.
+        if (is_end or is_every or state.is_save_due) and (state.is_epoch_end or self.checkpointer.is_light):
+            self.checkpointer.save(self, wait=is_end, is_end=is_end)
 
-    def stop(self) -> None:
-        """Saves the state where a hook has ended the run within an epoch."""
+    def save_stopped(self) -> None:
+        """Saves the state where a hook has ended the run within an epoch, or a signal anywhere."""
+        stop = self.state.stop
         self.metrics_log.end_epoch()
-        is_saved = self.checkpointer.save(self, wait=True)
-        if self.state.stop is not None and not self.state.stop.is_finished:
-            self.interrupted = self.run.interrupt(self.state.stop, self.state.step, is_saved=is_saved)
+        if stop is not None and not (stop.is_finished and self.checkpointer.is_light):
+            is_saved = self.checkpointer.save(self, wait=True)
+            if not stop.is_finished:
+                self.interrupted = self.run.interrupt(stop, self.state.step, is_saved=is_saved)
 
     def close(self) -> None:
         """After any end: writes pending metrics, and waits for a checkpoint that is being written."""

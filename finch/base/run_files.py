@@ -4,7 +4,7 @@ RUN/config.yaml                   the resolved config
 RUN/metrics.jsonl                 a line per step, and one for each validation and evaluation of the probes
 RUN/status.json                   how far the run is, and what has ended it
 RUN/epoch_N/                      a Hugging Face folder
-RUN/best                          a link to the epoch with the lowest validation loss, or the best by select_by, a config's or a grid's
+RUN/best                          a link to the epoch, or with early_stopping best_step_N, with the lowest validation loss or the best select_by
 RUN/within_budget                 a link to the last model inside forgetting_budget: an epoch's, or within_budget_step_N
 RUN/checkpoints/step_N/           the state to resume from
 RUN/loss.png                      loss, EMA, validation loss, the probes' changes and learning rate over steps
@@ -71,7 +71,7 @@ def inside(folder: Path, *names: str, is_file: bool = False, is_own: bool = Fals
 def chosen_model(run: Path) -> Path | None:
     """The model of a run: ``within_budget`` where the budget has ended it, else ``best``, else that of the last epoch, a complete model before an
     adapter; None: there is none."""
-    if (run / WITHIN_BUDGET).is_dir() and status.read(run / STATUS)["stopped_by"] == BUDGET:
+    if (run / WITHIN_BUDGET).is_dir() and str(status.read(run / STATUS)["stopped_by"]).startswith(BUDGET):
         return run / WITHIN_BUDGET
     if (run / BEST).is_dir():
         return run / BEST

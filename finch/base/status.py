@@ -1,7 +1,7 @@
 """How far a program is, as JSON for other programs and for people: RUN/status.json of a run, and FINCH_STATUS_FILE of any command.
 
 Its fields are ``phase``, ``done`` and ``total`` of it (steps of a run, requests of an evaluation), ``seconds_left``, ``error`` (the line
-of a mistake, or null), ``stopped_by``, the hook that has ended a run before its end, ``is_finished``, ``is_requeued`` (to be started again),
+of a mistake, or null), ``stopped_by``, why a run has ended before its last epoch, ``is_finished``, ``is_requeued`` (to be started again),
 and ``time``, of the writing, in seconds since 1970.
 """
 

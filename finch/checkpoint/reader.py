@@ -7,6 +7,7 @@ __R_N.distcp, .metadata  trained weights and optimizer state, sharded (torch.dis
 state.json               position (step, epoch, samples consumed in it), seed, learning-rate schedule, best epoch, number of
                          lines in metrics.jsonl, the hooks, and the identity of the run. Not the order of the samples, which follows from
                          seed and epoch, and no state of the data loader: the position is all it needs, on any number of ranks.
+                         With ``has_weights: false`` that of a run that has ended, which is all that is there.
 rng_R.json               random states of rank R, for dropout and stochastic rounding.
 manifest.json            size and SHA-256 of these files; written last, so a folder without it is incomplete.
 """

@@ -94,6 +94,7 @@ class CheckpointWriter:
         *,
         extra: Mapping[str, Any] | None = None,
         wait: bool = False,
+        has_tensors: bool = True,
     ) -> bool:
         """Saves everything a run needs to resume after ``step``; a collective. Waits for an earlier save first.
 
@@ -103,13 +104,14 @@ class CheckpointWriter:
             state: plain JSON: position, schedule, identity of the run. Rank 0's is saved.
             extra: nested dictionaries of further tensors.
             wait: until everything is on the disk, even with ``asynchronous``.
+            has_tensors: False leaves out the tensors; nothing can resume from that.
 
         Returns:
             False if the disk refused a file. With ``asynchronous`` and without ``wait`` the save has only begun: True.
         """
         self.finish()
         self._last_save_time = time.monotonic()
-        tensors = tensor_state_dict(model, optimizers, extra)
+        tensors = tensor_state_dict(model, optimizers, extra) if has_tensors else {}
         state_text = json.dumps({**state, "world_size": self._parallel.world_size}, indent=2) + "\n"
         rng_text = json.dumps(random_state(self._parallel.device)) + "\n"
         if wait or not self._asynchronous:

@@ -146,6 +146,11 @@ class SelfReplay(Keys):
     """a folder that keeps the answers for other runs on the same model and prompts; null: only the run's folder does"""
 
 
+class EarlyStopping(Keys):
+    patience: PositiveInt = 2
+    """readings in a row, at epochs' ends and every validate_every_n_steps, that are no better than the best"""
+
+
 class Optimization(Keys):
     optimizer: Result[Component]
     """the optimizer; its lr is eta_base under FinchLR"""
@@ -171,6 +176,8 @@ class Optimization(Keys):
     """optimizer steps after which an epoch ends; null: all rows"""
     validate_every_n_steps: Result[PositiveInt | None] = None
     """also validate after every n optimizer steps"""
+    early_stopping: Result[EarlyStopping | None] = None
+    """end the run once the metric that RUN/best is chosen by, the validation loss, no longer improves; null: no"""
 
 
 class Probe(Keys):
@@ -312,6 +319,8 @@ class Output(Keys):
     """auto: at the end of the run, the average with the pretrained model at the knee of learning and forgetting, as finch average"""
     save_last_epoch_only: Place[bool] = False
     """write only the last epoch's Hugging Face folder, and save no resumable checkpoint at the ends of the epochs before it"""
+    save_best_only: Place[bool] = False
+    """keep one Hugging Face folder, the best epoch's, or the last one's where none is chosen, and save no resumable checkpoint at epochs' ends"""
     resume_from_checkpoint: Place[bool | Literal["auto"] | Annotated[str, _text("PATH")]] = False
     """continue the run in output_dir: True from its last checkpoint, auto if there is one, or from a step_N folder"""
     overwrite: Place[bool] = False

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
-from finch.base import run_files, status
+from finch.base import run_files
 from finch.base.log import logger
 from finch.config.schema import Budget
 from finch.training.checkpointer import TrainState
@@ -46,7 +45,7 @@ class ForgettingBudget(Hook):
             if name is None:
                 self._keep_step(state.step, is_epoch_end=True)
             else:
-                self._keep(self._trainer.exported(name))
+                self._run.link(run_files.WITHIN_BUDGET, self._trainer.exported(name))
 
     def summary(self, state: TrainState) -> list[str]:
         text = self._describe()
@@ -61,16 +60,15 @@ class ForgettingBudget(Hook):
     def _stop_if_exceeded(self, state: TrainState) -> None:
         settings = self._settings
         if settings is not None and settings.action == "stop" and self._last is not None and not self._is_inside():
-            status.report(now=True, stopped_by=run_files.BUDGET)
             state.request_stop(f"{run_files.BUDGET}; raise max_increase to continue")
 
     def _follow(self, state: TrainState) -> None:
         """Takes the metrics of an evaluation, and warns where it is the first one outside."""
         settings = self._settings
-        if settings is None or settings.key not in state.probe_metrics:
+        if settings is None or settings.key not in state.evaluated:
             return
         was_inside = self._last is None or self._is_inside()
-        self._last = {"step": state.step, "value": state.probe_metrics[settings.key]}
+        self._last = {"step": state.step, "value": state.evaluated[settings.key]}
         if was_inside and not self._is_inside():
             logger.warning(f"forgetting_budget: {self._describe()}")
         self._stop_if_exceeded(state)
@@ -86,7 +84,7 @@ class ForgettingBudget(Hook):
         name = f"{run_files.WITHIN_BUDGET}_step_{step}"
         # A disk that refused a file leaves the link at the model before.
         if self._trainer.export(name):
-            self._keep(self._trainer.exported(name))
+            self._run.link(run_files.WITHIN_BUDGET, self._trainer.exported(name))
 
     def _describe(self) -> str:
         """One sentence on the last evaluation."""
@@ -105,14 +103,3 @@ class ForgettingBudget(Hook):
     def _is_inside(self) -> bool:
         settings, last = self._settings, self._last
         return settings is not None and last is not None and last["value"] <= settings.max_increase  # a NaN is outside
-
-    def _keep(self, folder_name: str) -> None:
-        # Before the old folder is removed: the link never leads nowhere.
-        self._run.link(run_files.WITHIN_BUDGET, folder_name)
-        if not self._run.is_writer:
-            return
-        # LoRA writes two folders for one step, a model and its adapter: both stay.
-        step = folder_name.removesuffix("_adapter")
-        for path in self._run.path.glob(f"{run_files.WITHIN_BUDGET}_step_*"):
-            if path.name.removesuffix("_adapter") != step:
-                shutil.rmtree(path, ignore_errors=True)

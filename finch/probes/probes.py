@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,16 @@ def check_probes(cfg: DictConfig) -> None:
             )
     if cfg.probes_every_n_steps is not None and not probes:
         raise UserError(f"probes_every_n_steps={cfg.probes_every_n_steps} needs probes; there are none: set it to null")
+    if cfg.early_stopping is not None:
+        text = f"early_stopping.patience={cfg.early_stopping.patience}"
+        if not validations and cfg.select_by is None:
+            raise UserError(
+                f"{text} needs a validation loss, or another metric in select_by: set dataset_validation, or early_stopping=null"
+            )
+        if cfg.save_last_epoch_only:
+            raise UserError(
+                f"{text} excludes save_last_epoch_only=True, which does not keep the best model; set one of them"
+            )
     if cfg.select_by is not None:
         _check_selection(cfg.select_by, probes, validations)
 
@@ -228,11 +238,13 @@ class Probes(Hook):
 
     def after_step(self, state: TrainState) -> None:
         # At an epoch's last step `after_epoch` evaluates all probes, those that are due included.
-        state.probe_metrics = {} if state.is_epoch_end else self._evaluate(state, is_epoch_end=False)
+        if not state.is_epoch_end:
+            self._evaluate(state, [name for name, interval in self._intervals.items() if state.step % interval == 0])
 
     def after_epoch(self, state: TrainState) -> Mapping[str, float]:
-        state.probe_metrics = self._evaluate(state, is_epoch_end=True)
-        return state.probe_metrics
+        measured = {key.split("/")[1] for key in state.evaluated if key.startswith("probe/")}
+        self._evaluate(state, [name for name in self._rows if name not in measured])
+        return state.evaluated
 
     def summary(self, state: TrainState) -> list[str]:
         if not self._rows:
@@ -240,18 +252,17 @@ class Probes(Hook):
         share = self._seconds / (time.perf_counter() - self._trainer.run.start_time)
         return [f"probes took {self._seconds:.1f} s, {share:.1%} of the time since this start"]
 
-    def _evaluate(self, state: TrainState, *, is_epoch_end: bool) -> dict[str, float]:
-        """Evaluates the probes that are due, at the end of an epoch all; writes and returns their metrics; a collective."""
-        due = [name for name, interval in self._intervals.items() if is_epoch_end or state.step % interval == 0]
+    def _evaluate(self, state: TrainState, due: Sequence[str]) -> None:
+        """Evaluates the probes that are due, and writes their metrics; a collective."""
         if not due:
-            return {}
+            return
         self._trainer.metrics_log.flush()  # the steps so far have their own time
         start = time.perf_counter()
         metrics = {name: evaluate(self._trainer.model, name, self._rows[name], self._eval) for name in due}
         seconds = time.perf_counter() - start
         self._seconds += seconds
         watchdog.heartbeat()
-        return self._write(metrics, state, seconds)
+        state.evaluated |= self._write(metrics, state, seconds)
 
     def _write(self, metrics: Mapping[str, Mapping[str, float]], state: TrainState, seconds: float) -> dict[str, float]:
         if not metrics:

@@ -8,7 +8,8 @@ from finch.base.errors import UserError
 from finch.config.instantiate import build, component_of, did_you_mean
 from finch.probes.budget import ForgettingBudget
 from finch.probes.probes import Probes
-from finch.training.hooks import Hook, Hooks, NonfiniteGuard, Preemption, Profiler, StepChecks, Trainer, Validation
+from finch.training import hooks
+from finch.training.hooks import Hook, Hooks, Trainer
 from finch.training.summary import Summary
 
 _FINAL = {"average": "finch.evaluation.average.Average"}
@@ -16,13 +17,13 @@ _FINAL = {"average": "finch.evaluation.average.Average"}
 _METHODS = [name for name in vars(Hook) if not name.startswith("_")]
 
 
-def build_hooks(trainer: Trainer, preemption: Preemption) -> Hooks:
+def build_hooks(trainer: Trainer, preemption: hooks.Preemption) -> Hooks:
     """Raises UserError for probes that cannot be read, and a component that is no hook or has the name of one of the recipe's."""
     cfg = trainer.cfg
-    first = {"preemption": preemption, "nonfinite": NonfiniteGuard(), "checks": StepChecks(cfg)}
-    # The budget follows what the probes have just measured, and the summary draws what they have written.
-    last = {"profiler": Profiler(cfg), "validation": Validation(), "probes": Probes(trainer)}
-    last |= {"budget": ForgettingBudget(trainer), "summary": Summary()}
+    first = {"preemption": preemption, "nonfinite": hooks.NonfiniteGuard(), "checks": hooks.StepChecks(cfg)}
+    # Both follow what has just been measured, and where both end a run its model is the budget's; the summary draws what was written.
+    last = {"profiler": hooks.Profiler(cfg), "validation": hooks.Validation(), "probes": Probes(trainer)}
+    last |= {"early_stopping": hooks.EarlyStopping(cfg), "budget": ForgettingBudget(trainer), "summary": Summary()}
     final = {key: path for key, path in _FINAL.items() if cfg[key] is not None}
     last |= {f"final_{key}": build({"_component_": path}, key) for key, path in final.items()}
     return Hooks({**first, **_user_hooks(cfg, first.keys() | last.keys()), **last})

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
+from finch.base import status
 from finch.base.log import logger
 from finch.checkpoint.reader import FORMAT, load_rng_state, load_tensors
 from finch.checkpoint.writer import CheckpointWriter
@@ -46,7 +47,7 @@ class TrainState:
         best: ``{"epoch": name, metric: value}`` of the best epoch, or None.
         select_by: the metric that the best epoch is chosen by; None: there is none.
         metrics: of the last step, as written to metrics.jsonl; tensors are not read yet.
-        probe_metrics: of the probes that were evaluated after the last step; empty without an evaluation.
+        evaluated: validation losses and metrics of probes that were measured after the last step, by their names in metrics.jsonl.
         is_epoch_end: whether the last step was the last one of its epoch.
         is_synced: whether hooks may read tensors of the device after this step, see :meth:`finch.training.hooks.Hook.wants_sync`.
         stop: set once all ranks have agreed to stop.
@@ -61,7 +62,7 @@ class TrainState:
     best: dict[str, Any] | None = None
     select_by: str | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
-    probe_metrics: dict[str, float] = field(default_factory=dict)
+    evaluated: dict[str, float] = field(default_factory=dict)
     is_epoch_end: bool = False
     is_synced: bool = False
     stop: Stop | None = None
@@ -73,7 +74,8 @@ class TrainState:
         self.is_save_due = True
 
     def request_stop(self, reason: str, *, is_finished: bool = True, is_requeued: bool = False) -> None:
-        """Asks for the run to end after this step, with its state saved; one rank's request is enough. See :class:`Stop`."""
+        """Asks for the run to end after this step, with its state saved; one rank's request is enough. A run that is finished ends its epoch
+        there, with the epoch's folder. The reason is printed, and kept in RUN/status.json. See :class:`Stop`."""
         if self._requested is None or self._requested.is_finished:  # a signal's request stays
             self._requested = Stop(reason, is_finished, is_requeued)
 
@@ -90,6 +92,7 @@ class TrainState:
             # A collective that no rank misses: `is_stopped` is the same on all by now.
             reasons = self.parallel.gather_all_ranks(asked.reason)
             self.stop = Stop(next(filter(None, reasons)), not is_unfinished, is_requeued)
+            status.report(now=True, stopped_by=self.stop.reason)
 
     def advance(self, order: GlobalOrder, steps_per_epoch: int) -> None:
         self.step += 1
@@ -113,11 +116,13 @@ class Resumable(Protocol):
 class Checkpointer:
     """Saves and restores what a run needs to continue bit for bit. What a checkpoint holds and why: :mod:`finch.checkpoint.reader`.
 
-    ``writer`` says when a save is due, and waits for one in the background.
+    ``writer`` says when a save is due, and waits for one in the background. A run ``is_light`` with ``save_best_only`` until it has saved or
+    loaded a state: what it saves at its end has no weights, and only keeps a later start from training anew.
     """
 
     def __init__(self, cfg: DictConfig, run: Path, parallel: Parallel) -> None:
         self._parallel, self._user_hooks = parallel, list(cfg.hooks or ())  # in one order on every rank
+        self.is_light = bool(cfg.save_best_only)
         self.writer = CheckpointWriter(
             run,
             parallel,
@@ -128,13 +133,16 @@ class Checkpointer:
             timeout_s=cfg.distributed_timeout,
         )
 
-    def save(self, trainer: Resumable, *, wait: bool = False, metrics_lines: int | None = None) -> bool:
+    def save(
+        self, trainer: Resumable, *, wait: bool = False, metrics_lines: int | None = None, is_end: bool = False
+    ) -> bool:
         """A collective. Returns whether no hook has refused, and the disk no file so far.
 
         Args:
             trainer: the recipe.
             wait: until all is on the disk; else the save may have only begun.
             metrics_lines: the number of lines of metrics.jsonl that belong to the steps so far; None: all.
+            is_end: whether the run is over.
         """
         state = trainer.state
         # A list, which asks every hook: any of them may hold a collective.
@@ -142,6 +150,7 @@ class Checkpointer:
             logger.info(f"the state of step {state.step} is not saved: a hook has refused")
             return False
         state.is_save_due = False
+        self.is_light &= is_end
         tensors, hooks = {}, {}
         for name in self._user_hooks:
             tensors[name], hooks[name] = _split(trainer.hooks[name].state_dict())
@@ -158,10 +167,13 @@ class Checkpointer:
             "identity": trainer.identity,
             **{key: value for state in own for key, value in state.items()},
             "hooks": hooks,
+            "has_weights": not self.is_light,
+            "stopped_by": None if state.stop is None else state.stop.reason,
             "metrics_lines": trainer.metrics_log.num_lines() if metrics_lines is None else metrics_lines,
         }
         parts = (trainer.model, trainer.update.optimizers, scalars)
-        is_saved = self.writer.save(state.step, *parts, extra=_nonempty(tensors), wait=wait)
+        options: dict[str, Any] = {"extra": _nonempty(tensors), "wait": wait, "has_tensors": not self.is_light}
+        is_saved = self.writer.save(state.step, *parts, **options)
         trainer.metrics_log.reset_timer()
         watchdog.heartbeat()
         return is_saved
@@ -169,7 +181,7 @@ class Checkpointer:
     def load(self, trainer: Resumable, folder: Path, scalars: dict[str, Any]) -> None:
         """Restores weights, optimizer, schedule, position, hooks and random states; a collective. Base learning rates stay the config's.
         Raises UserError if the checkpoint does not hold what this model and optimizer need."""
-        saved = scalars.get("hooks", {})
+        saved, self.is_light = scalars.get("hooks", {}), False
         tensors = {name: _split(trainer.hooks[name].state_dict())[0] for name in self._user_hooks if name in saved}
         load_tensors(folder, trainer.model, trainer.update.optimizers, self._parallel, extra=_nonempty(tensors))
         state = trainer.state

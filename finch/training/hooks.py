@@ -16,9 +16,11 @@ from omegaconf import DictConfig
 from torchtune import training
 from torchtune.modules import TransformerDecoder
 
+from finch.base import run_files
 from finch.base.log import logger
 from finch.base.progress import RunProgress
 from finch.checkpoint.reader import all_finite
+from finch.config import schema
 from finch.config.instantiate import build
 from finch.data.training_data import TrainingData
 from finch.distributed import watchdog
@@ -27,7 +29,7 @@ from finch.distributed.watchdog import Signals
 from finch.training.checkpointer import Resumable, TrainState
 from finch.training.metrics import MetricsLog
 from finch.training.reference import dataset_loss
-from finch.training.run import Run
+from finch.training.run import Run, update_best
 from finch.weights.huggingface import PretrainedFolder
 
 T = TypeVar("T")
@@ -250,12 +252,15 @@ class Validation(Hook):
         return bool(self._every) and step % self._every == 0
 
     def after_step(self, state: TrainState) -> None:
+        state.evaluated = {}
         if self.wants_sync(state.step) and not state.is_epoch_end:  # else it follows with the epoch
             self.after_epoch(state)
 
     def after_epoch(self, state: TrainState) -> Mapping[str, float]:
         trainer, log = self._trainer, self._trainer.metrics_log
         data = trainer.data
+        if state.evaluated.keys() & data.validations.keys():  # at this step, where the run ends within an epoch
+            return state.evaluated
         log.flush()  # the time of the passes is not that of training steps
         losses = {
             key: dataset_loss(trainer.model, data.eval_loader(samples, "validation"))
@@ -266,7 +271,52 @@ class Validation(Hook):
             texts = ", ".join(f"{key.replace('_', ' ')} {loss:.4f}" for key, loss in losses.items())
             logger.info(f"epoch {state.epoch + 1}/{trainer.cfg.epochs}, step {state.step}: {texts}")
             log.reset_timer()
+        state.evaluated = {**state.evaluated, **losses}
         return losses
+
+
+class EarlyStopping(Hook):
+    """Ends a run after ``patience`` readings in a row of the metric that chooses RUN/best which are no better; one that is not finite never is.
+    The model of a better one within an epoch is exported to RUN/best_step_N."""
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self._settings = schema.EarlyStopping.of(cfg.early_stopping)
+        self._last = {"step": 0, "num_worse": 0}  # of the last reading
+
+    def start(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._stop_if_due(trainer.state)  # a run that was resumed stays stopped, unless patience was raised
+
+    def after_step(self, state: TrainState) -> None:
+        name = f"{run_files.BEST}_step_{state.step}"
+        if self._improves(state) and self._trainer.export(name):
+            state.best = update_best(state.best, state.select_by, name, state.evaluated)
+            self._trainer.run.link(run_files.BEST, self._trainer.exported(name))
+
+    def after_epoch(self, state: TrainState) -> None:
+        self._improves(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._last = state.get("early_stopping", self._last)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"early_stopping": self._last}
+
+    def _improves(self, state: TrainState) -> bool:
+        """Whether there is a new reading, and the best one so far."""
+        # An epoch that could not be written is ended once more, with the same reading.
+        if self._settings is None or state.select_by not in state.evaluated or state.step == self._last["step"]:
+            return False
+        is_best = update_best(state.best, state.select_by, "", state.evaluated) is not state.best
+        self._last = {"step": state.step, "num_worse": 0 if is_best else self._last["num_worse"] + 1}
+        self._stop_if_due(state)
+        return is_best
+
+    def _stop_if_due(self, state: TrainState) -> None:
+        number = self._last["num_worse"]
+        if self._settings is not None and number >= self._settings.patience:
+            metric = str(state.select_by).replace("_", " ")
+            state.request_stop(f"early_stopping: {metric} no better in {number} readings; raise patience to continue")
 
 
 def build_metrics_log(cfg: DictConfig, run: Path, parallel: Parallel, *, num_steps: int) -> MetricsLog:

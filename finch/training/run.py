@@ -39,7 +39,7 @@ from finch.optim.finch_lr import NonfiniteError
 from finch.training.checkpointer import Stop
 from finch.training.config_checks import check_output_folder, is_objective
 from finch.training.optimizer import optimizer_bytes
-from finch.weights.files import is_whole
+from finch.weights.files import is_whole, side_files
 
 ACQUIRE_TIMEOUT_S = 5.0  # a holder that has been killed may take a moment to exit
 _DATE = "tokenizer.date"
@@ -82,6 +82,7 @@ class Run:
         path: the folder, which need not exist.
         resumed_from: the checkpoint that the run resumes from, verified; None: a new run.
         scalars: of that checkpoint; empty for a new run.
+        has_ended: whether the run is over and has left no weights to go on from.
         start_time: of this process, by ``time.perf_counter``.
 
     Raises UserError if another run holds the folder, or it holds a run that this one must not touch.
@@ -94,6 +95,7 @@ class Run:
         self._old_logs: dict[Path, tuple[int, int]] = {}
         status.follow(None)  # another run of this process may have ended
         self.resumed_from: Path | None = None
+        self.has_ended = False
         self.scalars: dict[str, Any] = {}
         if self.is_writer:  # the lock is exclusive: many ranks would wait for each other
             self._lock.check()
@@ -120,6 +122,10 @@ class Run:
         if folder is not None:
             self.resumed_from, self.scalars = folder, checkpoint.read_state(folder)
             logger.info(f"resumed from step {self.scalars['step']} of {folder}")
+            best = self.scalars["best"]
+            # A kill may have come after a better one has replaced it: that one is found once more.
+            if best is not None and not any(path.is_dir() for path in self.path.glob(f"{best['epoch']}*")):
+                self.scalars["best"] = None
 
     @property
     def seed(self) -> int | None:
@@ -148,10 +154,22 @@ class Run:
         if self.resumed_from is not None:
             # Before anything is removed: a folder that is another run's stays as it is.
             checkpoint.check_identity(self.scalars, identity, self.resumed_from)
+            self.has_ended = not self.scalars.get("has_weights", True)
+            if self.has_ended:
+                self._tell_end(self.scalars["stopped_by"])
             if self.is_writer:
                 with self._os_error_as_user_error():
                     checkpoint.remove_surplus(self.path, self.resumed_from, self._cfg.checkpoint.keep_last)
         return identity
+
+    def _tell_end(self, stopped_by: str | None) -> None:
+        epochs, rest = self.scalars["epoch"], "it has left no weights to continue from; overwrite=True starts anew"
+        if stopped_by is None and self._cfg.epochs > epochs:
+            raise UserError(
+                f"epochs={self._cfg.epochs}: {self.resumed_from} is of a run that ended after {epochs}, and {rest}"
+            )
+        text = f"this run was stopped by {stopped_by}" if stopped_by is not None else f"{epochs} epochs have ended"
+        logger.info(f"nothing to do: {text}; {rest}")
 
     def check_disk_room(self, decoder: TransformerDecoder) -> None:
         """Runs :func:`check_disk_room` on the rank that writes."""
@@ -206,10 +224,21 @@ class Run:
         return not stop.is_requeued
 
     def link(self, link: str, name: str) -> None:
-        """Makes ``link`` (``best``, ``within_budget``) a relative link to the folder ``name``, replaced in one step."""
-        if self.is_writer:
-            with files.atomic_file(self.path / link) as partial:
-                partial.symlink_to(name)
+        """Makes ``link`` (``best``, ``within_budget``) a relative link to the folder ``name``, replaced in one step. Then removes the models of
+        steps that were exported for it before, and for ``best`` with ``save_best_only`` those of epochs, unless another link leads there."""
+        if not self.is_writer:
+            return
+        with files.atomic_file(self.path / link) as partial:
+            partial.symlink_to(name)
+        # LoRA writes two folders for one step, a model and its adapter: both stay.
+        links = [self.path / each for each in (run_files.BEST, run_files.WITHIN_BUDGET)]
+        kept = {each.readlink().name.removesuffix("_adapter") for each in links if each.is_symlink()}
+        old = list(self.path.glob(f"{link}_step_*"))
+        if link == run_files.BEST and self._cfg.save_best_only:
+            old += run_files.epoch_folders(self.path).values()
+        for path in old:
+            if path.name.removesuffix("_adapter") not in kept:
+                shutil.rmtree(path, ignore_errors=True)
 
     def export(self, write: Callable[[], None], name: str, parallel: Parallel) -> bool:
         """Writes a model's folder by ``write``, which every rank calls, since each sends its shards; a collective.
@@ -252,7 +281,10 @@ class Run:
         """What an earlier run has left, in the order of its removal, which may be interrupted: without checkpoints nothing resumes the
         old run, and as long as metrics.jsonl is there the folder counts as a run's."""
         links = [self.path / name for name in (run_files.BEST, run_files.WITHIN_BUDGET, run_files.AVERAGE)]
-        models = [*self.path.glob("epoch_*"), *self.path.glob(f"{run_files.WITHIN_BUDGET}_step_*")]
+        models = [
+            *self.path.glob("epoch_*"),
+            *(path for link in links for path in self.path.glob(f"{link.name}_step_*")),
+        ]
         last = [self.path / name for name in (run_files.STATUS, run_files.LOSS_FIGURE, run_files.METRICS)]
         return [self.path / run_files.REQUEUE, *checkpoint.own_folders(self.path), *links, *models, *last]
 
@@ -376,13 +408,15 @@ class DiskUse:
 
     Attributes:
         epoch: an epoch's export.
-        num_epochs: epochs that are written.
+        num_epochs: epochs that are kept.
+        num_replaced: epochs that lie there besides, while a better one is written.
         state: a state to resume from.
-        num_states: states that lie there while one is written.
+        num_states: states that are kept; one more lies there while it is written.
     """
 
     epoch: int
     num_epochs: int
+    num_replaced: int
     state: int
     num_states: int
 
@@ -392,19 +426,23 @@ class DiskUse:
 
     @property
     def total(self) -> int:
-        """Bytes at the end, while the last state is written."""
-        return self.exports + self.num_states * self.state
+        """Bytes while the last state is written."""
+        return self.exports + self.num_replaced * self.epoch + (self.num_states + 1) * self.state
 
 
 def disk_use(cfg: DictConfig, decoder: TransformerDecoder, first_epoch: int = 0) -> DiskUse:
     """What a run will write, without logs and caches. ``decoder`` may be on the meta device; ``first_epoch``, from 0: those before it are written."""
     dtype = None if cfg.export_dtype is None else precision_of(cfg.export_dtype).weights
-    epoch = exported_bytes(decoder, dtype, adapter_only=bool(cfg.get("save_adapter_weights_only", False)))
+    adapter_only = bool(cfg.get("save_adapter_weights_only", False))
+    epoch = exported_bytes(decoder, dtype, adapter_only=adapter_only)
+    if not adapter_only:
+        epoch += sum(path.stat().st_size for path in side_files(Path(cfg.checkpointer.checkpoint_dir)))
     trained = [weight for weight in decoder.parameters() if weight.requires_grad]
     saved = trained if adapter_parameters(decoder) else list(decoder.parameters())
     states = sum(weight.numel() for weight in trained) * optimizer_bytes(cfg, precision_of(cfg.dtype))
     state = sum(weight.numel() * weight.itemsize for weight in saved) + int(states)
-    return DiskUse(epoch, num_exports(cfg, first_epoch), state, cfg.checkpoint.keep_last + 1)
+    is_replaced = cfg.save_best_only and not cfg.save_last_epoch_only and cfg.epochs - first_epoch > 1
+    return DiskUse(epoch, num_exports(cfg, first_epoch), int(is_replaced), state, cfg.checkpoint.keep_last)
 
 
 def check_disk_room(
@@ -427,9 +465,11 @@ def check_disk_room(
             "folder on a larger disk"
         )
     weights = f"the weights of {use.num_epochs} epochs" if use.num_epochs > 1 else "the weights"
+    once = "once one is saved " if cfg.save_best_only else ""
+    states = f"{use.num_states} states" if use.num_states > 1 else "a state"
     text = (
-        f"disk: {weights} take {files.gigabytes(use.exports)}, states to resume from {files.gigabytes(use.num_states * use.state)} "
-        f"({use.num_states} while one is written); {files.gigabytes(free)} free"
+        f"disk: {weights} take {files.gigabytes(use.exports)}, {once}{states} to resume from {files.gigabytes(use.num_states * use.state)}; "
+        f"at most {files.gigabytes(use.total)} while they are written; {files.gigabytes(free)} free"
     )
     if free < use.total:
         logger.warning(text + ("; save_last_epoch_only=True writes one epoch" if use.num_epochs > 1 else ""))
@@ -439,7 +479,7 @@ def check_disk_room(
 
 def num_exports(cfg: DictConfig, first_epoch: int = 0) -> int:
     """Epochs from ``first_epoch`` on whose weights a run writes."""
-    return 1 if cfg.save_last_epoch_only else int(cfg.epochs) - first_epoch
+    return 1 if cfg.save_last_epoch_only or cfg.save_best_only else int(cfg.epochs) - first_epoch
 
 
 def exported_bytes(decoder: TransformerDecoder, dtype: torch.dtype | None, *, adapter_only: bool = False) -> int:

@@ -51,10 +51,12 @@ class Summary(Hook):
         model = epoch_to_use(run, state.best, last=last, select_by=state.select_by)
         own, base = shlex.quote(str(run)), shlex.quote(str(trainer.base.folder))
         evaluate = f"finch evaluate --base {base} --tuned {own}"
+        stopped = [f"stopped by {state.stop.reason}"] if state.stop is not None else []
         for line in (
+            *stopped,
             *model,
             *learning(steps, None if trainer.loss.reference is None else trainer.loss.reference.mean),
-            *forgetting(lines, None if state.best is None else int(state.best["epoch"].split("_")[1])),
+            *forgetting(lines, None if state.best is None else _epoch(state.best["epoch"])),
             *(line for hook in trainer.hooks.values() for line in hook.summary(state)),
             *trainer.loss.replay.summary(steps),
             f"{len(steps):,} step{'s' * (len(steps) != 1)}, {tokens:,} target tokens; {duration(seconds)} since this start",
@@ -65,12 +67,14 @@ class Summary(Hook):
 
 def epoch_to_use(run: Path, best: Mapping[str, Any] | None, *, last: str, select_by: str | None) -> list[str]:
     """The epoch to use, and how to load it; nothing if its folder is elsewhere, as after a resume from another run's checkpoint."""
-    epochs = _number(last)
+    epochs = int(last.split("_")[1]) + 1
     if run_files.chosen_model(run) == run / run_files.WITHIN_BUDGET:
         chosen = f"the last model inside {run_files.BUDGET}, which has ended the run"
         folder, name = run / run_files.WITHIN_BUDGET, (run / run_files.WITHIN_BUDGET).readlink().name
     elif best is not None and (run / run_files.BEST).is_symlink():
-        chosen = f"best epoch: {_number(best['epoch'])} of {epochs}, {describe_best(best)}"
+        number = _epoch(best["epoch"])
+        place = best["epoch"].removeprefix("best_").replace("_", " ") if number is None else f"{number + 1} of {epochs}"
+        chosen = f"best {'model' if number is None else 'epoch'}: {place}, {describe_best(best)}"
         folder, name = run / run_files.BEST, (run / run_files.BEST).readlink().name
     else:
         reason = f"no {select_by.replace('_', ' ')} was finite" if select_by else "there are no validation rows"
@@ -155,9 +159,9 @@ def _of_probe(line: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in line.items() if name.startswith(prefix)}
 
 
-def _number(name: str) -> int:
-    """The epoch's number, from 1, by ``epoch_0`` or ``epoch_0_adapter``."""
-    return int(name.split("_")[1]) + 1
+def _epoch(name: str) -> int | None:
+    """The epoch's number, from 0, by ``epoch_0``; None for ``best_step_9``, a model within an epoch."""
+    return int(name.split("_")[1]) if run_files.is_epoch(name) else None
 
 
 def update_loss_figure(run: Path) -> None:

@@ -122,12 +122,19 @@ def is_own(path: Path) -> bool:
     return path.is_file() and (is_blob or real.is_relative_to(folder))
 
 
+def side_files(folder: Path) -> list[Path]:
+    """Tokenizer files, generation_config and the like: all files but weights, their index and hidden ones."""
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    left_out = (*_WEIGHT_SUFFIXES, manifest.EXPORTS)
+    return [
+        path for path in found if path.is_file() and not path.name.startswith(".") and not path.name.endswith(left_out)
+    ]
+
+
 def copy_side_files(source: Path, target: Path, without: tuple[str, ...] = ()) -> None:
-    """Copies tokenizer files, generation_config and the like: all files but weights, their index and hidden ones. A link to elsewhere is left out, and
-    a log line says so: somebody else may have made it."""
-    for path in sorted(source.iterdir()):
-        is_hidden_or_weights = path.name.startswith(".") or path.name.endswith(_WEIGHT_SUFFIXES)
-        if is_hidden_or_weights or path.name in (*without, manifest.EXPORTS) or not path.is_file():
+    """Copies :func:`side_files`. A link to elsewhere is left out, and a log line says so: somebody else may have made it."""
+    for path in side_files(source):
+        if path.name in without:
             continue
         if is_own(path):
             shutil.copyfile(path, target / path.name)

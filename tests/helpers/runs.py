@@ -210,6 +210,13 @@ def before_steps(monkeypatch: pytest.MonkeyPatch, action: Callable[[Any], None])
     monkeypatch.setattr(finch_full_finetune.FinchFullFinetune, "train_step", acted_on)
 
 
+def script_validation(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
+    """Makes the validation losses those of a script, by step, in runs of this process."""
+    steps = [0]
+    before_steps(monkeypatch, lambda recipe: steps.append(recipe.state.step + 1))
+    monkeypatch.setattr("finch.training.hooks.dataset_loss", lambda *_: losses[steps[-1]])
+
+
 def spoil(monkeypatch: pytest.MonkeyPatch, *, losses: Sequence[int] = (), gradients: Sequence[int] = ()) -> None:
     """Makes the losses of some steps NaN, and a gradient of others infinite, which leaves the loss finite. Steps count from 1."""
     from finch.training.optimizer import Update

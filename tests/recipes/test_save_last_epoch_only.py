@@ -10,7 +10,7 @@ from finch.study.report.runs import read_runs
 from finch.study.sweep.job import is_trained
 
 RECIPES = {FULL: ["epoch_1"], LORA: ["epoch_1", "epoch_1_adapter"]}
-CFG = SimpleNamespace(epochs=2, forgetting_budget=None)
+CFG = SimpleNamespace(epochs=2, forgetting_budget=None, early_stopping=None)
 
 
 @pytest.fixture(scope="module")

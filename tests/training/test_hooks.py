@@ -7,8 +7,19 @@ import shutil
 import pytest
 import torch
 from helpers.ranks import on_ranks
-from helpers.runs import ROOT, assert_same_run, before_steps, make_config, run_broken, run_here, run_ranks
+from helpers.runs import (
+    ROOT,
+    assert_same_run,
+    assert_same_weights,
+    before_steps,
+    make_config,
+    run_broken,
+    run_here,
+    run_ranks,
+    validated,
+)
 
+from finch.base import status
 from finch.distributed.parallel import Parallel
 from finch.training.checkpointer import Stop, TrainState
 from finch.weights.huggingface import HuggingFaceFolder
@@ -125,12 +136,26 @@ def test_one_ranks_requests_are_those_of_all_in_one_order(folder, base_folder, r
     assert run.returncode == 0, run.output
     steps = [name for step in range(9) for name in (f"before_step {step}", f"after_step {step + 1}")]
     steps.insert(8, "may_save")
-    expected = ["needs_pretrained", "prepare", "start", *steps, "may_save", "after_training", "close"]
+    ends = ["may_save", "after_epoch", "after_export epoch_0", "after_training", "close"]
+    expected = ["needs_pretrained", "prepare", "start", *steps, *ends]
     assert [json.loads((run.folder / f"calls_{rank}.json").read_text()) for rank in (0, 1)] == [expected] * 2
     assert run.column("twice_the_step") == [2 * step for step in range(1, 10)]
     assert "recorded" in run.output
     assert (run.folder / "checkpoints" / "step_9").is_dir()
-    assert not list(run.folder.glob("epoch_*"))
+    assert [path.name for path in run.folder.glob("epoch_*")] == ["epoch_0"]
+
+
+def test_stop_within_an_epoch_saves_its_model_and_says_why(folder, base_folder, rows_file, tmp_path, trained):
+    """Without the hook the run then goes on from that step."""
+    config = validated(make_config(base_folder, rows_file, tmp_path / "run", epochs=2))
+    run = run_here(tmp_path / "a", {**config, "hooks": recorder(stop_at=4, rank=0)})
+    assert "stopped by enough\nbest epoch: 1 of 1, validation loss " in run.output
+    found = status.read(run.folder / "status.json")
+    assert (found["stopped_by"], found["is_finished"]) == ("enough", True)
+    short = run_here(tmp_path / "b", {**config, "output_dir": str(tmp_path / "b")}, "epochs=1", "max_steps_per_epoch=4")
+    assert_same_weights(run.folder / "best", short.folder / "epoch_0")
+    assert run.metrics(validation=True) == short.metrics(validation=True)
+    assert_same_run(run_here(tmp_path / "a", config, "resume_from_checkpoint=True"), trained(config))
 
 
 def test_stop_at_an_epochs_end_exports_it_and_a_refused_save_is_left_out(folder, base_folder, rows_file, tmp_path):

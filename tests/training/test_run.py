@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -120,10 +121,11 @@ def test_check_disk_room(monkeypatch, caplog):
 
     caplog.set_level("INFO", "finch")
 
-    def is_warned(free, epochs=1, is_last_only=False, **options):
+    def is_warned(free, epochs=1, is_last_only=False, is_best_only=False, **options):
         caplog.clear()
         monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(free))
         keys = {"output_dir": "/nowhere/run", "epochs": epochs, "save_last_epoch_only": is_last_only}
+        keys |= {"save_best_only": is_best_only}
         cfg = check(OmegaConf.create({**MINIMAL, **keys}), FullFinetuneKeys)
         run_module.check_disk_room(cfg, decoder, **options)
         [record] = caplog.records
@@ -136,10 +138,33 @@ def test_check_disk_room(monkeypatch, caplog):
         (4000, {"epochs": 4}),
         (2800, {"epochs": 4, "first_epoch": 3}),
         (2800, {"epochs": 4, "is_last_only": True}),
+        (3200, {"epochs": 4, "is_best_only": True}),  # a better one next to the one that it replaces
     ):
         assert [is_warned(free, **options) for free in (needed - 1, needed)] == [True, False]
     with pytest.raises(UserError, match="/nowhere/run has 399 bytes of free disk, the weights of one epoch need 400;"):
         is_warned(399)
+
+
+def test_link_removes_what_no_link_leads_to(tmp_path):
+    """Of finch's own folders, a model's and its adapter's together."""
+    names = [
+        "epoch_0",
+        "epoch_0_adapter",
+        "epoch_0_average",
+        "epoch_1",
+        "epoch_2",
+        "best_step_9",
+        "within_budget_step_3",
+    ]
+    for name in names:
+        (tmp_path / name).mkdir()
+    (tmp_path / "within_budget").symlink_to("epoch_0_adapter")
+    run = SimpleNamespace(path=tmp_path, is_writer=True, _cfg=SimpleNamespace(save_best_only=True))
+    run_module.Run.link(run, "best", "epoch_2")
+    left = {"epoch_0", "epoch_0_adapter", "epoch_0_average", "epoch_2", "within_budget_step_3", "best", "within_budget"}
+    assert {path.name for path in tmp_path.iterdir()} == left
+    run_module.Run.link(run, "within_budget", "epoch_2")
+    assert {path.name for path in tmp_path.iterdir()} == left - {"within_budget_step_3"}
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def summary_of(run, caplog, best, last="epoch_2", validation=True):
     summary.start(SimpleNamespace(**trainer))
     select_by = "validation_loss" if validation else None
     with caplog.at_level("INFO", "finch"):
-        summary.after_training(SimpleNamespace(best=best, select_by=select_by, epoch=3))
+        summary.after_training(SimpleNamespace(best=best, select_by=select_by, epoch=3, stop=None))
     return caplog.messages
 
 

@@ -38,6 +38,9 @@ GLOBAL_BATCH = 16
 LR, LR_PARAMETERS, LR_STEPS, MAX_LR = 2e-5, 4e9, 60, 1e-3
 """The paper's eta_base and the size of its smaller model; steps behind the rates of smaller ones; the rate of the smallest that was measured."""
 
+PATIENCE = 2
+"""Validations without a better loss after which a run ends."""
+
 _NUM_PROMPTS, _MIN_CONTEXT = 24, 256
 
 _MICRO_BATCH = 4
@@ -62,7 +65,7 @@ Blocks = dict[str, Any]
 def complete(
     file_blocks: Blocks, overrides: list[str], *, reads_rows: bool = True, ranks: int | None = None
 ) -> tuple[Blocks, list[str]]:
-    """Adds what a config file leaves out: model, tokenizer, dataset, dataset_validation, batch, dtype, learning rate, output_dir, a probe of own answers.
+    """Adds what a config file leaves out: model, tokenizer, dataset, dataset_validation, batch, dtype, learning rate, output_dir, a probe of own answers, early stopping.
 
     It runs before the command line is merged, so that each key of these blocks can be overridden there. A block is left out
     if the command line names another component for it.
@@ -112,8 +115,12 @@ def complete(
         # What is forgotten, on the model's own answers to finch's prompts: on a CPU generation takes too long for all of them.
         number = _NUM_PROMPTS if device["dtype"] == "fp32" else NUM_SKILL_ROWS
         chosen["probes"] = {"own": {"kind": "self", "rows": number}}
-        if not {"~probes", "probes=null"} & set(overrides):
+        if not _is_removed("probes", overrides):
             messages.append(f"probes.own: {number} own answers, evaluated as it trains; ~probes removes it")
+    is_validated = chosen.get("dataset_validation") or file_blocks.get("dataset_validation")
+    is_validated = is_validated and not _is_removed("dataset_validation", overrides)
+    if is_validated and "early_stopping" not in file_blocks and not given.get("save_last_epoch_only"):
+        chosen["early_stopping"] = {"patience": PATIENCE}
     chosen["output_dir"] = f"out/auto/{_slug(folder.resolve().name)}-{_slug(_rows_name(given))}"
     blocks = {**chosen, **{key: value for key, value in file_blocks.items() if value is not None or key not in chosen}}
     if given.get("source") is None:
@@ -162,6 +169,10 @@ def _user_values(file_blocks: Blocks, overrides: list[str]) -> DictConfig:
         if isinstance(value, dict) and not isinstance(given.get(key), str):
             given[key] = OmegaConf.merge(value, given.get(key) or {})
     return given
+
+
+def _is_removed(block: str, overrides: list[str]) -> bool:
+    return not {f"~{block}", f"{block}=null"}.isdisjoint(overrides)
 
 
 def _is_open(given: DictConfig, block: str) -> bool:

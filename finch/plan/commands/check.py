@@ -290,8 +290,11 @@ class Report:
         if recipe == LORA_RECIPE and not adapter_only:
             name = "epoch_N/ and epoch_N_adapter/"
         number = "the last epoch alone" if cfg.save_last_epoch_only else f"{cfg.epochs} epochs"
+        number = "the best epoch alone" if use.num_replaced else number
         self._print(f"{name}: {gigabytes(use.epoch)} an epoch, {number}: {gigabytes(use.exports)}")
-        self._print(f"checkpoints/step_N/: {gigabytes(use.state)} each, at most {use.num_states} while one is written")
+        self._print(
+            f"checkpoints/step_N/: {gigabytes(use.state)} each, at most {use.num_states + 1} while one is written"
+        )
         if uses_dataset_init(cfg) and stats is not None:
             self._print(f"pretrained.safetensors: {gigabytes(4 * stats.num_targets)}")
         if steps is not None:

@@ -269,9 +269,10 @@ def _compose(grid: Grid, cell: Cell, launcher: Sequence[str], is_here: bool, num
         for check in machine_checks(recipe, cfg, num_ranks or 1, waits=True):
             check()
     job = Job(grid, cell, recipe, cfg, launcher)
-    if job.select_by is not None and cfg.save_last_epoch_only:
+    if job.select_by is not None and (cfg.save_last_epoch_only or cfg.save_best_only):
+        key = "save_last_epoch_only" if cfg.save_last_epoch_only else "save_best_only"
         raise UserError(
-            "save_last_epoch_only=True leaves no epochs to choose from by evaluate.select_by; set it to False, and keep: best in the grid"
+            f"{key}=True leaves no epochs to choose from by evaluate.select_by; set it to False, and keep: best in the grid"
         )
     if not grid.overwrites and (different := different_key(cell.folder, cfg)):
         key, saved, given = different

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from finch.base import run_files
+from finch.base import run_files, status
 from finch.base.errors import UserError
 from finch.base.files import read_bytes
 from finch.config.foreign import read_data
@@ -119,6 +119,9 @@ class Run:
     @property
     def finished_epochs(self) -> int:
         """Epochs whose model is there; with ``save_last_epoch_only``, which leaves only the last one's, all up to it."""
+        if self.config.get("save_best_only"):
+            is_finished = status.read(self.folder / run_files.STATUS)["is_finished"]
+            return max((step["epoch"] for step in self.steps), default=0) + bool(is_finished)
         written = {number for number, _ in run_files.epoch_folders(self.folder)}
         return max(written) + 1 if written and self.config.get("save_last_epoch_only") else len(written)
 

@@ -214,7 +214,7 @@ def is_trained(run: Path, cfg: DictConfig) -> bool:
 
     The recipe writes the last epoch's folder, which appears complete or not at all, then the state after it. Both must be there.
     Where there is no state, as checkpoints have been removed to save room, the folder is enough. Where of the epochs only ``best`` is left,
-    state or cell.json is enough. A run that ``forgetting_budget`` has stopped is finished too. A run that should be started again
+    state or cell.json is enough. A run that ``early_stopping`` or ``forgetting_budget`` has stopped is finished too. A run that should be started again
     (RUN/REQUEUE) is not.
     """
     if (run / run_files.REQUEUE).exists():
@@ -225,7 +225,7 @@ def is_trained(run: Path, cfg: DictConfig) -> bool:
     state = _newest_state(run)
     if state is None:
         return is_exported or (has_best and _was_finished(run, cfg))
-    return (state["epoch"] >= cfg.epochs and (is_exported or has_best)) or _is_stopped_by_budget(state, cfg)
+    return (state["epoch"] >= cfg.epochs and (is_exported or has_best)) or _is_stopped(state, cfg)
 
 
 def missing_results(run: Path, evaluation: Evaluation) -> list[str]:
@@ -291,9 +291,12 @@ def _was_finished(run: Path, cfg: DictConfig) -> bool:
         return False
 
 
-def _is_stopped_by_budget(state: dict[str, Any], cfg: DictConfig) -> bool:
+def _is_stopped(state: dict[str, Any], cfg: DictConfig) -> bool:
     from finch.config.schema import Budget
 
+    readings = state.get("early_stopping", {"num_worse": 0})["num_worse"]
+    if cfg.early_stopping is not None and readings >= cfg.early_stopping.patience:
+        return True
     budget, last = Budget.of(cfg.forgetting_budget), state.get("forgetting_budget")
     if budget is None or budget.action != "stop" or last is None:
         return False

@@ -223,11 +223,17 @@ def test_auto_config_overrides_reach_every_block(folder, rows_file):
     assert (own.model, own.dataset, own.dataset_validation) == (model, dataset, None)
 
 
+@pytest.mark.parametrize("word", ["~dataset_validation", "save_last_epoch_only=True", "early_stopping=null"])
+def test_auto_config_stops_early_where_it_can_keep_the_best(word, folder, rows_file):
+    words = (f"model_dir={folder}", f"data_files={rows_file}", "device=cpu")
+    assert [auto(*words).early_stopping, auto(*words, word).early_stopping] == [{"patience": 2}, None]
+
+
 def test_auto_config_few_rows_are_not_split(folder, tmp_path):
     file = tmp_path / "few.jsonl"
     file.write_text('{"text": "a red bird"}\n' * 3)
     cfg = auto(f"model_dir={folder}", f"data_files={file}", "device=cpu")
-    assert (cfg.dataset.format, cfg.dataset_validation) == ("text", None)
+    assert (cfg.dataset.format, cfg.dataset_validation, cfg.early_stopping) == ("text", None, None)
     assert (cfg.batch_size, cfg.gradient_accumulation_steps) == (3, 1)
 
 

@@ -11,6 +11,7 @@ from helpers.runs import finch, make_config, write_config
 from helpers.tokenizers import write_qwen3_tokenizer
 
 from benchmarks.tiny_job import instruct_dataset, llama_args
+from finch.base.files import gigabytes
 from finch.data.dataset import Row
 from finch.data.stats import BadRows, DatasetStats
 from finch.plan.commands.check import HELP
@@ -59,9 +60,13 @@ def test_check_reports_a_good_run(check, rows_file, base_folder):
     )  # SentencePiece's </s> has no text
     assert len(tokens) == 2
     assert "4 samples a step (4 x 1 x 1 ranks), 11 steps an epoch, 3 epochs: 33 steps" in out
-    assert "epoch_N/: 78.5 kB an epoch, 3 epochs: 235.4 kB" in out
+    files = sum(path.stat().st_size for path in base_folder.iterdir() if path.suffix != ".safetensors")
+    epoch = 78_464 + files
+    assert f"epoch_N/: {epoch / 1000:.1f} kB an epoch, 3 epochs: {gigabytes(3 * epoch)}" in out
     assert "checkpoints/step_N/: 235.4 kB each" in out
-    assert "an epoch, the last epoch alone: 78.5 kB" in check("epochs=3", "save_last_epoch_only=True")[1]
+    for which in ("last", "best"):
+        key = f"save_{which}_{'epoch_' if which == 'last' else ''}only=True"
+        assert f"an epoch, the {which} epoch alone: {epoch / 1000:.1f} kB" in check("epochs=3", key)[1]
     sizes = memory_of(out)
     assert (sizes["weights"], sizes["optimizer states"]) == pytest.approx((78.5, 156.9), rel=0.01)
     assert {"activations", "peak"} <= set(sizes)

@@ -41,7 +41,9 @@ if code:
 note("end")
 """
 EVALUATE = "import pathlib, sys; (pathlib.Path(sys.argv[1]) / 'evaluated').touch(); print(sys.argv[1])"
-CFG = SimpleNamespace(epochs=1, forgetting_budget=None, checkpointer=SimpleNamespace(checkpoint_dir="base"))
+CFG = SimpleNamespace(
+    epochs=1, forgetting_budget=None, early_stopping=None, checkpointer=SimpleNamespace(checkpoint_dir="base")
+)
 
 
 class SmallJob(Job):

@@ -26,7 +26,9 @@ from finch.study.sweep.job import FINCH, Job
 from finch.study.sweep.local import LocalSweep
 
 SCORES = {"epoch_0": 0.25, "epoch_1": 0.75, "epoch_2": 0.5}
-CFG = SimpleNamespace(epochs=3, forgetting_budget=None, checkpointer=SimpleNamespace(checkpoint_dir="base"))
+CFG = SimpleNamespace(
+    epochs=3, forgetting_budget=None, early_stopping=None, checkpointer=SimpleNamespace(checkpoint_dir="base")
+)
 SUITE = "knowledge_validation"
 
 
