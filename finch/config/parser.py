@@ -18,6 +18,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from finch.base import hub
 from finch.base.errors import UsageError, UserError, report_user_errors
 from finch.base.files import exists
 from finch.base.log import logger
@@ -88,6 +89,7 @@ def read(
     overrides = readable(overrides)
     file_cfg = load_config(path)
     file_blocks: Any = _text_keys(OmegaConf.to_container(file_cfg))
+    file_blocks, overrides = hub.local_paths(file_blocks, overrides)
     user_keys = referred_keys(file_cfg) | (AUTO_KEYS if "auto" in file_cfg else set())
     errors: list[UserError] = []
     for reads_rows in (False, True) if "auto" in file_cfg else (True,):  # a wrong key is named before rows are read
@@ -101,6 +103,7 @@ def read(
                 raise UserError(
                     f"method={'+'.join(names)} trains adapters, which needs the recipe finch_lora_finetune, as this command takes it: {command}"
                 )
+            pin_sources(cfg)
             check(cfg, model or RECIPES[recipe_of(cfg)], user_keys=user_keys, on_error=errors.append)
     for error in errors:
         if on_error is None:
@@ -110,6 +113,16 @@ def read(
         logger.info(f"{parsed.config}: {message}")
     methods.log_method(names, cfg)
     return cfg
+
+
+def pin_sources(node: Any, path: str = "") -> None:
+    """Writes its commit behind each data set of the hub that finch's or torchtune's components read. Raises UserError as :func:`hub.pinned`."""
+    component = component_of(node) or "finch."
+    if isinstance(node, DictConfig) and component.startswith(("finch.", "torchtune.")) and node.get("source"):
+        node["source"] = hub.pinned(f"{path}source", node["source"])
+    for key in node if isinstance(node, DictConfig) else range(len(node)) if isinstance(node, ListConfig) else ():
+        if not OmegaConf.is_missing(node, key):
+            pin_sources(node[key], f"{path}{key!s}.")
 
 
 def save_for_ranks(cfg: DictConfig, folder: Path) -> Path:

@@ -16,6 +16,8 @@ from torchtune.datasets import PackedDataset
 from torchtune.datasets._sft import SFTTransform
 
 from finch.base.errors import UserError
+from finch.base.files import exists
+from finch.config.instantiate import first_line
 from finch.data.formats import (
     AUTO,
     FIELDS,
@@ -343,8 +345,14 @@ def load_table(
     if files:
         return read_table(files, source, split)
     names = data_files if data_files is None or isinstance(data_files, str) else list(map(str, data_files))
+    return Table([load_from_hub(source, name, split=split, data_files=names)])
+
+
+def load_from_hub(source: str, name: str | None, **options: Any) -> Any:
+    """As ``datasets.load_dataset``; ``source`` may be OWNER/NAME@REVISION. Raises UserError if the rows cannot be read."""
+    source, _, revision = (source, "", "") if exists(source) else source.partition("@")
     try:
-        return Table([datasets.load_dataset(source, name, split=split, data_files=names)])
+        found = datasets.load_dataset(source, name, revision=revision or None, **options)
     except PermissionError as error:
         cache = datasets.config.HF_DATASETS_CACHE
         raise UserError(
@@ -352,3 +360,14 @@ def load_table(
         ) from error
     except datasets.exceptions.DatasetGenerationError as error:
         raise UserError(f"dataset: {' '.join(str(error.__cause__ or error).split())[:200]}") from error
+    except (ConnectionError, FileNotFoundError) as error:
+        raise UserError(
+            f"dataset.source={source}: {first_line(error)}; correct it, or start where the hub can be reached"
+        ) from error
+    # Where the hub fails, the library takes what it has of another commit.
+    parts = found.values() if isinstance(found, dict) else [found]
+    if len(revision) == 40 and not all(revision in str(part.cache_files) for part in parts):
+        raise UserError(
+            f"dataset.source={source}@{revision} is not what the cache has, and the hub fails; start where it can be reached"
+        )
+    return found

@@ -1,0 +1,159 @@
+"""Models and rows by their names on the Hugging Face hub, as paths of this machine: in the hub's cache, where a snapshot's folder is named by its commit.
+
+A name is looked up only where the user gives it, in an argument or a config of a command; never one that the files of a run have.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import warnings
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from finch.base.errors import Unavailable, UserError
+from finch.base.files import exists
+from finch.base.log import logger
+
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?(?<!\.json)(?<!\.model)")
+_ROWS = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@(refs/\w+/[^/]+|[^/]+))?/([^/].*)")
+_SNAPSHOT = re.compile(r"/(?:models|datasets)--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(?![^/])")
+_MODEL_KEYS = ("model_dir", "model.path", "tokenizer.path", "checkpointer.checkpoint_dir", "--base", "--tuned")
+# Many repositories have the same weights in other formats too.
+_FILES = (
+    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("adapter_config.json", "adapter_model.safetensors"),
+)
+
+
+def local_path(key: str, value: Any, left_out: Collection[str] = ()) -> Any:
+    """The value of a config's key or a command's option; in place of a name on the hub, the folder or file of this machine.
+
+    A folder here that has such a name comes first. Blocks and lists are searched, but for the keys ``left_out``.
+
+    Raises UserError for a name that the hub does not have, or not for everyone; Unavailable where the hub, the network or the disk fails.
+    """
+    if isinstance(value, dict):
+        return {name: local_path(f"{key}.{name}".lstrip("."), part, left_out) for name, part in value.items()}
+    if isinstance(value, list):
+        return [local_path(key, part, left_out) for part in value]
+    if not isinstance(value, str) or key in left_out or exists(value):
+        return value
+    if key in _MODEL_KEYS and (match := _NAME.fullmatch(value)):
+        return _find(f"{key}={value} is no folder here, and", match[1], match[2], "model", _FILES)
+    if key.rpartition(".")[2] == "data_files" and (match := _ROWS.fullmatch(value)):
+        folder = _find(f"{key}={value}:", match[1], match[2] and unquote(match[2]), "dataset", (match[3],))
+        if not any(Path(folder).glob(match[3])):
+            raise UserError(f"{key}={value}: {origin(folder)} has no such file; correct the path")
+        return f"{folder}/{match[3]}"
+    return value
+
+
+def local_paths(blocks: dict[str, Any], overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """A config file's keys and the command line's ``key=value``, which come before them, as :func:`local_path` has them."""
+    import yaml
+
+    given = dict.fromkeys(override.partition("=")[0] for override in overrides)
+    changed = []
+    for override in overrides:
+        key, _, text = override.partition("=")
+        value = yaml.safe_load(text) if text.startswith("[") else text
+        path = local_path(key, value)
+        changed.append(override if path == value else f"{key}={json.dumps(path, ensure_ascii=False)}")
+    return local_path("", blocks, given), changed
+
+
+def pinned(key: str, source: Any) -> Any:
+    """The name of a data set on the hub with its commit, ``OWNER/NAME@COMMIT``, as far as the hub may be asked; another source as it is. Raises as
+    :func:`local_path`."""
+    if not isinstance(source, str) or exists(source) or not (match := _NAME.fullmatch(source)):
+        return source
+    from huggingface_hub import constants
+
+    # The datasets library then takes what its own cache has.
+    return (
+        source if constants.HF_HUB_OFFLINE else f"{match[1]}@{_find(f'{key}={source}:', match[1], match[2], 'dataset')}"
+    )
+
+
+def origin(path: str | Path) -> str | None:
+    """``OWNER/NAME@COMMIT`` of a path in the hub's cache; None for any other."""
+    match = _SNAPSHOT.search(str(path))
+    return match and f"{match[1]}/{match[2]}@{match[3]}"
+
+
+def name_of(folder: Path) -> str:
+    """What a folder is called: its own name, or its model's on the hub."""
+    return re.sub("^.*/|@.*", "", origin(folder) or folder.resolve().name)
+
+
+@functools.cache
+def _find(label: str, repo: str, revision: str | None, kind: str, files: tuple[str, ...] = ()) -> str:
+    """The folder of a snapshot that has all files of these patterns; without patterns, the commit. ``label`` begins the line of an error.
+
+    Of ranks that start at once one downloads a file, and the others wait for it, by the locks of the hub's library: a process's end opens its own.
+    """
+    from huggingface_hub import HfApi, constants, errors, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        disable_progress_bars()
+    # Its bases are what HTTP and the network raise, by the library's version httpx's or requests', and OSError.
+    failures: tuple[type[Exception], ...] = (*errors.HfHubHTTPError.__bases__, RuntimeError, UserWarning)
+    incomplete = getattr(errors, "IncompleteSnapshotError", ())
+    options: Any = {"repo_type": kind, "revision": revision}
+    is_reached = False
+    try:
+        with warnings.catch_warnings():
+            # As an error; else the disk would be filled first.
+            warnings.filterwarnings("error", "Not enough free disk space")
+            try:
+                # Asked here as well, since the library's own question has no time limit where a firewall drops it.
+                commit = HfApi().repo_info(repo, timeout=constants.HF_HUB_ETAG_TIMEOUT, **options).sha
+                is_reached = True
+            except failures as error:
+                if not files:
+                    raise
+                try:
+                    folder = snapshot_download(repo, allow_patterns=list(files), local_files_only=True, **options)
+                except errors.LocalEntryNotFoundError as missing:
+                    raise missing if isinstance(missing, incomplete) else error from None
+                if not constants.HF_HUB_OFFLINE:
+                    logger.warning(
+                        f"{origin(folder)} is the cache's copy: {constants.ENDPOINT} fails ({_reason(error)})"
+                    )
+                return folder
+            return snapshot_download(repo, allow_patterns=list(files), **options) if files else str(commit)
+    except failures as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        cache, hub = constants.HF_HUB_CACHE, constants.ENDPOINT
+        if isinstance(error, errors.GatedRepoError):
+            text = f"{repo} is gated: accept its terms at {hub}/{'datasets/' if kind == 'dataset' else ''}{repo}, and set HF_TOKEN"
+        elif isinstance(error, errors.RepositoryNotFoundError):
+            text = f"{hub} has no {kind} of that name that everyone may read; correct it, or set HF_TOKEN"
+        elif isinstance(error, errors.RevisionNotFoundError):
+            text = f"{repo} has no revision {revision} at {hub}; correct what follows @"
+        elif status in (401, 403):
+            text = f"{hub} refuses the token ({status}); set HF_TOKEN to one that may read {repo}"
+        elif isinstance(error, incomplete):
+            text = f"the cache has only a part of {repo}, and {hub} cannot be reached; start again where it can"
+        elif constants.HF_HUB_OFFLINE:
+            text = f"{cache} has no copy of {repo}, and HF_HUB_OFFLINE=1 forbids the hub; unset it, or correct the name"
+        else:
+            if getattr(error, "errno", None) or isinstance(error, UserWarning):
+                text = f"{cache} cannot be written ({_reason(error)}); make room, or set HF_HOME to another folder"
+            elif is_reached:
+                text = f"the download of {repo} was cut off ({_reason(error)}); start again, complete files are kept"
+            else:
+                text = f"{hub} cannot be reached ({_reason(error)}); start where it can, or set HF_HUB_OFFLINE=1 for what is cached"
+            raise Unavailable(f"{label} {text}") from error
+        raise UserError(f"{label} {text}") from error
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
