@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -47,25 +46,22 @@ def local_path(key: str, value: Any, left_out: Collection[str] = ()) -> Any:
     if key in _MODEL_KEYS and (match := _NAME.fullmatch(value)):
         return _find(f"{key}={value} is no folder here, and", match[1], match[2], "model", _FILES)
     if key.rpartition(".")[2] == "data_files" and (match := _ROWS.fullmatch(value)):
-        folder = _find(f"{key}={value}:", match[1], match[2] and unquote(match[2]), "dataset", (match[3],))
-        if not any(Path(folder).glob(match[3])):
-            raise UserError(f"{key}={value}: {origin(folder)} has no such file; correct the path")
-        return f"{folder}/{match[3]}"
+        repo, revision, files = match.groups()
+        return f"{_find(f'{key}={value}:', repo, revision and unquote(revision), 'dataset', (files,))}/{files}"
     return value
 
 
-def local_paths(blocks: dict[str, Any], overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+def local_paths(blocks: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """A config file's keys and the command line's ``key=value``, which come before them, as :func:`local_path` has them."""
     import yaml
 
-    given = dict.fromkeys(override.partition("=")[0] for override in overrides)
     changed = []
     for override in overrides:
         key, _, text = override.partition("=")
-        value = yaml.safe_load(text) if text.startswith("[") else text
+        value = yaml.safe_load(text) if text.startswith("[") and "hf://" in text else text
         path = local_path(key, value)
         changed.append(override if path == value else f"{key}={json.dumps(path, ensure_ascii=False)}")
-    return local_path("", blocks, given), changed
+    return local_path("", blocks, [override.partition("=")[0] for override in overrides]), changed
 
 
 def pinned(key: str, source: Any) -> Any:
@@ -75,10 +71,9 @@ def pinned(key: str, source: Any) -> Any:
         return source
     from huggingface_hub import constants
 
-    # The datasets library then takes what its own cache has.
-    return (
-        source if constants.HF_HUB_OFFLINE else f"{match[1]}@{_find(f'{key}={source}:', match[1], match[2], 'dataset')}"
-    )
+    if constants.HF_HUB_OFFLINE:
+        return source  # of which the datasets library takes what its own cache has
+    return f"{match[1]}@{_find(f'{key}={source}:', match[1], match[2], 'dataset')}"
 
 
 def origin(path: str | Path) -> str | None:
@@ -89,7 +84,8 @@ def origin(path: str | Path) -> str | None:
 
 def name_of(folder: Path) -> str:
     """What a folder is called: its own name, or its model's on the hub."""
-    return re.sub("^.*/|@.*", "", origin(folder) or folder.resolve().name)
+    match = _SNAPSHOT.search(str(folder))
+    return match[2] if match else folder.resolve().name
 
 
 @functools.cache
@@ -99,15 +95,11 @@ def _find(label: str, repo: str, revision: str | None, kind: str, files: tuple[s
     Of ranks that start at once one downloads a file, and the others wait for it, by the locks of the hub's library: a process's end opens its own.
     """
     from huggingface_hub import HfApi, constants, errors, snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
 
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        disable_progress_bars()
     # Its bases are what HTTP and the network raise, by the library's version httpx's or requests', and OSError.
     failures: tuple[type[Exception], ...] = (*errors.HfHubHTTPError.__bases__, RuntimeError, UserWarning)
     incomplete = getattr(errors, "IncompleteSnapshotError", ())
     options: Any = {"repo_type": kind, "revision": revision}
-    is_reached = False
     try:
         with warnings.catch_warnings():
             # As an error; else the disk would be filled first.
@@ -115,7 +107,6 @@ def _find(label: str, repo: str, revision: str | None, kind: str, files: tuple[s
             try:
                 # Asked here as well, since the library's own question has no time limit where a firewall drops it.
                 commit = HfApi().repo_info(repo, timeout=constants.HF_HUB_ETAG_TIMEOUT, **options).sha
-                is_reached = True
             except failures as error:
                 if not files:
                     raise
@@ -123,36 +114,27 @@ def _find(label: str, repo: str, revision: str | None, kind: str, files: tuple[s
                     folder = snapshot_download(repo, allow_patterns=list(files), local_files_only=True, **options)
                 except errors.LocalEntryNotFoundError as missing:
                     raise missing if isinstance(missing, incomplete) else error from None
-                if not constants.HF_HUB_OFFLINE:
-                    logger.warning(
-                        f"{origin(folder)} is the cache's copy: {constants.ENDPOINT} fails ({_reason(error)})"
-                    )
+                logger.info(f"{label.partition(' ')[0]} is the cache's {origin(folder)} ({_reason(error)})")
                 return folder
             return snapshot_download(repo, allow_patterns=list(files), **options) if files else str(commit)
     except failures as error:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        cache, hub = constants.HF_HUB_CACHE, constants.ENDPOINT
+        cache, hub, result = constants.HF_HUB_CACHE, constants.ENDPOINT, UserError
         if isinstance(error, errors.GatedRepoError):
             text = f"{repo} is gated: accept its terms at {hub}/{'datasets/' if kind == 'dataset' else ''}{repo}, and set HF_TOKEN"
-        elif isinstance(error, errors.RepositoryNotFoundError):
-            text = f"{hub} has no {kind} of that name that everyone may read; correct it, or set HF_TOKEN"
         elif isinstance(error, errors.RevisionNotFoundError):
             text = f"{repo} has no revision {revision} at {hub}; correct what follows @"
-        elif status in (401, 403):
-            text = f"{hub} refuses the token ({status}); set HF_TOKEN to one that may read {repo}"
+        elif (status := getattr(getattr(error, "response", None), "status_code", None)) in (401, 403, 404):
+            text = f"{hub} has no {kind} of that name for this login ({status}); correct it, or set HF_TOKEN"
         elif isinstance(error, incomplete):
             text = f"the cache has only a part of {repo}, and {hub} cannot be reached; start again where it can"
         elif constants.HF_HUB_OFFLINE:
-            text = f"{cache} has no copy of {repo}, and HF_HUB_OFFLINE=1 forbids the hub; unset it, or correct the name"
+            text = f"{cache} has no copy of {repo}, and HF_HUB_OFFLINE=1 keeps the hub from being asked; unset it, or correct the name"
+        elif getattr(error, "errno", None) or isinstance(error, UserWarning):
+            text, result = f"{cache} cannot be written ({_reason(error)}); make room, or set HF_HOME", Unavailable
         else:
-            if getattr(error, "errno", None) or isinstance(error, UserWarning):
-                text = f"{cache} cannot be written ({_reason(error)}); make room, or set HF_HOME to another folder"
-            elif is_reached:
-                text = f"the download of {repo} was cut off ({_reason(error)}); start again, complete files are kept"
-            else:
-                text = f"{hub} cannot be reached ({_reason(error)}); start where it can, or set HF_HUB_OFFLINE=1 for what is cached"
-            raise Unavailable(f"{label} {text}") from error
-        raise UserError(f"{label} {text}") from error
+            result = Unavailable
+            text = f"{hub} fails ({_reason(error)}); start again where it answers, or with HF_HUB_OFFLINE=1 for a copy in the cache"
+        raise result(f"{label} {text}") from error
 
 
 def _reason(error: Exception) -> str:

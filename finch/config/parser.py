@@ -34,7 +34,7 @@ from finch.config.instantiate import (
 from finch.config.key_search import recipe_help
 from finch.config.resolved import format_override
 from finch.config.schema import RECIPES, FullFinetuneKeys, Keys, keys
-from finch.config.validation import PATHS, check, referred_keys
+from finch.config.validation import PATHS, check, components, referred_keys
 
 _ENTRY = re.compile(r"([A-Za-z_][\w.]*)\[(\d+)\][\w.\[\]]*=")  # a key in an entry of a list
 AUTO_KEYS = {"model_dir", "data_files", "source"}
@@ -103,7 +103,9 @@ def read(
                 raise UserError(
                     f"method={'+'.join(names)} trains adapters, which needs the recipe finch_lora_finetune, as this command takes it: {command}"
                 )
-            pin_sources(cfg)
+            for name, node in components(cfg):
+                if str(component_of(node)).startswith(("finch.", "torchtune.")) and node.get("source"):
+                    node["source"] = hub.pinned(f"{name}.source", node["source"])
             check(cfg, model or RECIPES[recipe_of(cfg)], user_keys=user_keys, on_error=errors.append)
     for error in errors:
         if on_error is None:
@@ -113,16 +115,6 @@ def read(
         logger.info(f"{parsed.config}: {message}")
     methods.log_method(names, cfg)
     return cfg
-
-
-def pin_sources(node: Any, path: str = "") -> None:
-    """Writes its commit behind each data set of the hub that finch's or torchtune's components read. Raises UserError as :func:`hub.pinned`."""
-    component = component_of(node) or "finch."
-    if isinstance(node, DictConfig) and component.startswith(("finch.", "torchtune.")) and node.get("source"):
-        node["source"] = hub.pinned(f"{path}source", node["source"])
-    for key in node if isinstance(node, DictConfig) else range(len(node)) if isinstance(node, ListConfig) else ():
-        if not OmegaConf.is_missing(node, key):
-            pin_sources(node[key], f"{path}{key!s}.")
 
 
 def save_for_ranks(cfg: DictConfig, folder: Path) -> Path:

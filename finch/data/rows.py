@@ -17,7 +17,6 @@ from torchtune.datasets._sft import SFTTransform
 
 from finch.base.errors import UserError
 from finch.base.files import exists
-from finch.config.instantiate import first_line
 from finch.data.formats import (
     AUTO,
     FIELDS,
@@ -358,16 +357,12 @@ def load_from_hub(source: str, name: str | None, **options: Any) -> Any:
         raise UserError(
             f"dataset: the cache {cache} cannot be written ({error}); set HF_DATASETS_CACHE to another folder"
         ) from error
-    except datasets.exceptions.DatasetGenerationError as error:
+    except (datasets.exceptions.DatasetGenerationError, ConnectionError, FileNotFoundError) as error:
         raise UserError(f"dataset: {' '.join(str(error.__cause__ or error).split())[:200]}") from error
-    except (ConnectionError, FileNotFoundError) as error:
-        raise UserError(
-            f"dataset.source={source}: {first_line(error)}; correct it, or start where the hub can be reached"
-        ) from error
     # Where the hub fails, the library takes what it has of another commit.
     parts = found.values() if isinstance(found, dict) else [found]
-    if len(revision) == 40 and not all(revision in str(part.cache_files) for part in parts):
+    if len(revision) == 40 and any(part.cache_files and revision not in str(part.cache_files) for part in parts):
         raise UserError(
-            f"dataset.source={source}@{revision} is not what the cache has, and the hub fails; start where it can be reached"
+            f"dataset.source={source}@{revision}: the cache has another commit, and the hub fails; try later"
         )
     return found

@@ -119,11 +119,10 @@ def check_folder(path: str | Path, option: str = "checkpointer.checkpoint_dir") 
                 raise UserError(f"{option}={path} holds {each.name}, which is neither a file nor a folder; remove it")
         return folder
     # The model of that name among the families' examples; else the form of such a name.
-    examples = (example for family in FAMILIES.values() for example in family.examples)
-    name = next((example for example in examples if example.partition("/")[2] == folder.name), "OWNER/NAME")
+    names = {name.partition("/")[2]: name for family in FAMILIES.values() for name in family.examples}
     key = option if option.startswith("--") else "model_dir"
     raise UserError(
-        f"{option}={path} is not a folder; correct the path, or give a model of the hub: {key}={hub.origin(path) or name}"
+        f"{option}={path} is not a folder; correct the path, or give a model of the hub: {key}={hub.origin(path) or names.get(folder.name, 'OWNER/NAME')}"
     )
 
 
