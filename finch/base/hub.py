@@ -44,10 +44,10 @@ def local_path(key: str, value: Any, left_out: Collection[str] = ()) -> Any:
     if not isinstance(value, str) or key in left_out or exists(value):
         return value
     if key in _MODEL_KEYS and (match := _NAME.fullmatch(value)):
-        return _find(f"{key}={value} is no folder here, and", match[1], match[2], "model", _FILES)
+        return _find(f"{key}={value}", match[1], match[2], "model", _FILES)
     if key.rpartition(".")[2] == "data_files" and (match := _ROWS.fullmatch(value)):
         repo, revision, files = match.groups()
-        return f"{_find(f'{key}={value}:', repo, revision and unquote(revision), 'dataset', (files,))}/{files}"
+        return f"{_find(f'{key}={value}', repo, revision and unquote(revision), 'dataset', (files,))}/{files}"
     return value
 
 
@@ -73,7 +73,7 @@ def pinned(key: str, source: Any) -> Any:
 
     if constants.HF_HUB_OFFLINE:
         return source  # of which the datasets library takes what its own cache has
-    return f"{match[1]}@{_find(f'{key}={source}:', match[1], match[2], 'dataset')}"
+    return f"{match[1]}@{_find(f'{key}={source}', match[1], match[2], 'dataset')}"
 
 
 def origin(path: str | Path) -> str | None:
@@ -114,7 +114,7 @@ def _find(label: str, repo: str, revision: str | None, kind: str, files: tuple[s
                     folder = snapshot_download(repo, allow_patterns=list(files), local_files_only=True, **options)
                 except errors.LocalEntryNotFoundError as missing:
                     raise missing if isinstance(missing, incomplete) else error from None
-                logger.info(f"{label.partition(' ')[0]} is the cache's {origin(folder)} ({_reason(error)})")
+                logger.info(f"{label} is the cache's {origin(folder)} ({_reason(error)})")
                 return folder
             return snapshot_download(repo, allow_patterns=list(files), **options) if files else str(commit)
     except failures as error:
@@ -134,7 +134,7 @@ def _find(label: str, repo: str, revision: str | None, kind: str, files: tuple[s
         else:
             result = Unavailable
             text = f"{hub} fails ({_reason(error)}); start again where it answers, or with HF_HUB_OFFLINE=1 for a copy in the cache"
-        raise result(f"{label} {text}") from error
+        raise result(f"{label}{' is no folder here, and' if kind == 'model' else ':'} {text}") from error
 
 
 def _reason(error: Exception) -> str:

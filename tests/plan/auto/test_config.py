@@ -253,7 +253,7 @@ def test_auto_config_trains_says_what_it_chose_and_saves_it(folder, rows_file, t
     [
         ([], "model_dir is not set: add model_dir=DIR"),
         (["model_dir=/nowhere"], "model_dir=/nowhere is not a folder"),
-        (["model_dir=ORG/NAME"], "tune download ORG/NAME --output-dir"),
+        (["model_dir=Acme/Tiny"], "model_dir=Acme/Tiny is no folder here, and "),
         (["model_dir=DIR"], "data_files is not set: add data_files=ROWS.jsonl"),
         (["model_dir=DIR", "data_files=/nowhere.jsonl"], "data_files=/nowhere.jsonl does not exist"),
         (["model_dir=DIR", "data_files=ROWS", "epochs=x"], "epochs=x must be int >= 1"),
