@@ -23,6 +23,7 @@ from finch.base.errors import UsageError, UserError, report_user_errors
 from finch.base.files import exists
 from finch.base.log import logger
 from finch.config import methods
+from finch.config.foreign import ROWS
 from finch.config.instantiate import (
     component_of,
     find_config,
@@ -104,7 +105,9 @@ def read(
                     f"method={'+'.join(names)} trains adapters, which needs the recipe finch_lora_finetune, as this command takes it: {command}"
                 )
             for name, node in components(cfg):
-                if str(component_of(node)).startswith(("finch.", "torchtune.")) and node.get("source"):
+                # The paper's data sets read local files in place of their source.
+                is_read = node.get("source") and (node.get("data_files") is None or node["_component_"] == ROWS)
+                if is_read and str(node["_component_"]).startswith(("finch.", "torchtune.")):
                     node["source"] = hub.pinned(f"{name}.source", node["source"])
             check(cfg, model or RECIPES[recipe_of(cfg)], user_keys=user_keys, on_error=errors.append)
     for error in errors:

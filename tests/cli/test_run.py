@@ -62,7 +62,10 @@ def test_missing_model_of_a_named_config_prints_its_name_on_the_hub(capsys, monk
     overrides = ("device=cpu", "model_dir=/nowhere/Qwen3-4B", "output_dir=/nowhere/run")
     code, _, err = finch(capsys, "run", "--nproc_per_node", "2", "--config", "qwen3/4B_finch", *overrides)
     assert code == 1
-    assert "checkpoint_dir=/nowhere/Qwen3-4B is not a folder; correct the path, or give a model of the hub: model_dir=Qwen/Qwen3-4B" in err
+    assert (
+        "checkpoint_dir=/nowhere/Qwen3-4B is not a folder; correct the path, or give a model of the hub: model_dir=Qwen/Qwen3-4B"
+        in err
+    )
 
 
 def test_run_chooses_the_recipe_by_the_model(capsys, monkeypatch, config):

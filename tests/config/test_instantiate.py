@@ -1,6 +1,5 @@
 """Configs by name, and components by their dotted path."""
 
-
 import pytest
 
 from finch.base.errors import UserError

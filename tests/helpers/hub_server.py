@@ -60,6 +60,10 @@ class HubServer(ThreadingHTTPServer):
         commits[commit] = commits["main"] = dict(files)
         return commit
 
+    def main(self, repository: str) -> str:
+        """The newest commit of a repository."""
+        return [commit for commit in self.commits[repository] if commit != "main"][-1]
+
     def downloads(self, name: str) -> int:
         """How often a file's content was asked for."""
         return sum(request.startswith("GET ") and request.endswith(f"/{name}") for request in self.requests)
