@@ -350,8 +350,9 @@ def load_table(
 def load_from_hub(source: str, name: str | None, **options: Any) -> Any:
     """As ``datasets.load_dataset``; ``source`` may be OWNER/NAME@REVISION. Raises UserError if the rows cannot be read."""
     source, _, revision = (source, "", "") if exists(source) else source.partition("@")
+    options |= {"revision": revision} if revision else {}
     try:
-        found = datasets.load_dataset(source, name, revision=revision or None, **options)
+        found = datasets.load_dataset(source, name, **options)
     except PermissionError as error:
         cache = datasets.config.HF_DATASETS_CACHE
         raise UserError(
