@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 from finch.base.errors import Unavailable, UserError
 from finch.base.files import exists
@@ -24,9 +23,8 @@ _SNAPSHOT = re.compile(r"/(?:models|datasets)--([^/]+?)--([^/]+)/snapshots/([0-9
 _MODEL_KEYS = ("model_dir", "model.path", "tokenizer.path", "checkpointer.checkpoint_dir", "--base", "--tuned")
 # Many repositories have the same weights in other formats too.
 _FILES = (
-    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
-    *("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("adapter_config.json", "adapter_model.safetensors"),
+    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "*.jinja"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "adapter_*"),
 )
 
 
@@ -46,8 +44,7 @@ def local_path(key: str, value: Any, left_out: Collection[str] = ()) -> Any:
     if key in _MODEL_KEYS and (match := _NAME.fullmatch(value)):
         return _find(f"{key}={value}", match[1], match[2], "model", _FILES)
     if key.rpartition(".")[2] == "data_files" and (match := _ROWS.fullmatch(value)):
-        repo, revision, files = match.groups()
-        return f"{_find(f'{key}={value}', repo, revision and unquote(revision), 'dataset', (files,))}/{files}"
+        return f"{_find(f'{key}={value}', match[1], match[2], 'dataset', (match[3],))}/{match[3]}"
     return value
 
 

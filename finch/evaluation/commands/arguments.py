@@ -11,9 +11,7 @@ from finch.base.hub import local_path
 def add_run(parser: argparse.ArgumentParser, text: str) -> None:
     """RUN, described by ``text``, and its pretrained folder."""
     parser.add_argument("run", type=Path, metavar="RUN", help=text)
-    parser.add_argument(
-        "--base", metavar="DIR", help="the pretrained folder, where it has moved, or its name on the hub"
-    )
+    parser.add_argument("--base", metavar="DIR", help="the pretrained folder where it has moved, or a name on the hub")
     add_checks(parser)
 
 
