@@ -13,6 +13,7 @@ from huggingface_hub import constants, file_download
 
 from finch.base import hub
 from finch.base.errors import Unavailable, UserError
+from finch.config.foreign import offline, read_config_of
 
 MODEL = {
     "config.json": b"{}",
@@ -244,3 +245,14 @@ def test_ranks_that_start_at_once_share_one_download(server, tmp_path):
     assert len(folders) == 1
     assert files_of(folders.pop()) == MODEL
     assert server.downloads("model-00001-of-00002.safetensors") == 1
+
+
+def test_names_in_the_files_of_a_run_are_not_looked_up(server, tmp_path):
+    server.add("models/Acme/Tiny", MODEL)
+    (tmp_path / "config.yaml").write_text("checkpointer: {checkpoint_dir: Acme/Tiny}\n")
+    for trust in (False, True):
+        assert read_config_of(tmp_path, trust=trust)["checkpointer"]["checkpoint_dir"] == "Acme/Tiny"
+    assert server.requests == []
+    with offline(), pytest.raises(Unavailable, match="files of a run may not name other machines"):
+        hub.local_path("model_dir", "Acme/Tiny")
+    assert server.requests == []
