@@ -186,5 +186,5 @@ def test_wheel_finds_recipe_and_configs_away_from_checkout(wheel, tmp_path):
     # The name resolves, the config passes, its components are found: the first error is the missing model.
     tune = ("-m", "torchtune._cli.tune", "run", "finch_full_finetune", "--config", "qwen3/4B_finch")
     output = python(*tune, "device=cpu", f"model_dir={tmp_path / 'absent'}", code=1)
-    error = f"finch: error: checkpointer.checkpoint_dir={tmp_path / 'absent'} is not a folder; download the model"
+    error = f"finch: error: checkpointer.checkpoint_dir={tmp_path / 'absent'} is not a folder; correct the path"
     assert error in output

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from finch.base import hub
 from finch.base.errors import UsageError, UserError, writing
 from finch.base.extras import require_extras
 from finch.config.instantiate import find_config, grid_names, load_config
@@ -33,6 +34,7 @@ def show_config(name: str, *words: str) -> None:
         cfg, is_changed = file_cfg, bool(overrides) or "method" in file_cfg
         if is_changed:  # only then, since torchtune's parser takes seconds to import
             file_blocks: Any = OmegaConf.to_container(file_cfg)
+            file_blocks, overrides = hub.local_paths(file_blocks, overrides)
             cfg, _ = merge(complete(file_blocks, overrides)[0], overrides)
             drop_null_blocks(cfg)
         for key in [str(key) for key in cfg if OmegaConf.is_missing(cfg, key)]:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from finch.base import hub
 from finch.base.errors import UsageError, UserError, writing
 from finch.cli.early_checks import config_checks, read_job
 
@@ -67,7 +68,8 @@ def main(args: argparse.Namespace, rest: Sequence[str]) -> None:
     words = [args.config, *words] if args.config else words
     if not words:
         raise UsageError("CONFIG is missing: finch run --slurm CONFIG [option of sbatch ...] [key=value ...]")
-    config, overrides = absolute(words[0]), words[1:]
+    # As paths, which a requeued job finds unchanged.
+    config, overrides = absolute(words[0]), hub.local_paths({}, words[1:])[1]
     script, text = read_script(SCRIPT, args.script)
     job = complete_options(given, text, is_own_script=bool(args.script))
     # Only the checks that need none of the run's files, which may be on another machine.

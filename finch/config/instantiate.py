@@ -206,18 +206,6 @@ def _find(name: str, candidates: Iterable[str], known: Mapping[str, Path], messa
     raise UserError(f"{message}{suggestion or '; finch has ' + ', '.join(known)}")
 
 
-def download_command(folder: Path) -> str | None:
-    """The `tune download` command of a config of finch for the model that a folder is named after, with this folder as its output.
-
-    None if no config's header downloads a model of that name.
-    """
-    for path in config_names().values():
-        match = re.search(r"(tune download \S+/(\S+) --output-dir )\S+(.*)", path.read_text(encoding="utf-8"))
-        if match is not None and match[2] == folder.name:
-            return f"{match[1]}{folder}{match[3]}"
-    return None
-
-
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, prefix: str = "") -> str:
     """``", did you mean PREFIX.X?"`` for the nearest known name, whatever its case; an empty string if none is near."""
     by_lower_case = {known_name.lower(): known_name for known_name in known}

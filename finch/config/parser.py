@@ -18,10 +18,12 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from finch.base import hub
 from finch.base.errors import UsageError, UserError, report_user_errors
 from finch.base.files import exists
 from finch.base.log import logger
 from finch.config import methods
+from finch.config.foreign import ROWS
 from finch.config.instantiate import (
     component_of,
     find_config,
@@ -33,7 +35,7 @@ from finch.config.instantiate import (
 from finch.config.key_search import recipe_help
 from finch.config.resolved import format_override
 from finch.config.schema import RECIPES, FullFinetuneKeys, Keys, keys
-from finch.config.validation import PATHS, check, referred_keys
+from finch.config.validation import PATHS, check, components, referred_keys
 
 _ENTRY = re.compile(r"([A-Za-z_][\w.]*)\[(\d+)\][\w.\[\]]*=")  # a key in an entry of a list
 AUTO_KEYS = {"model_dir", "data_files", "source"}
@@ -88,6 +90,7 @@ def read(
     overrides = readable(overrides)
     file_cfg = load_config(path)
     file_blocks: Any = _text_keys(OmegaConf.to_container(file_cfg))
+    file_blocks, overrides = hub.local_paths(file_blocks, overrides)
     user_keys = referred_keys(file_cfg) | (AUTO_KEYS if "auto" in file_cfg else set())
     errors: list[UserError] = []
     for reads_rows in (False, True) if "auto" in file_cfg else (True,):  # a wrong key is named before rows are read
@@ -101,6 +104,11 @@ def read(
                 raise UserError(
                     f"method={'+'.join(names)} trains adapters, which needs the recipe finch_lora_finetune, as this command takes it: {command}"
                 )
+            for name, node in components(cfg):
+                # The paper's data sets read local files in place of their source.
+                is_read = node.get("source") and (node.get("data_files") is None or node["_component_"] == ROWS)
+                if is_read and str(node["_component_"]).startswith(("finch.", "torchtune.")):
+                    node["source"] = hub.pinned(f"{name}.source", node["source"])
             check(cfg, model or RECIPES[recipe_of(cfg)], user_keys=user_keys, on_error=errors.append)
     for error in errors:
         if on_error is None:

@@ -92,7 +92,7 @@ def _errors(cfg: DictConfig, model: type[Keys], user_keys: Collection[str]) -> I
     for name in top_level(model):
         if "named components" in known[name].expected:
             yield from _named_component_errors(name, cfg.get(name))
-    for path, node in _components(cfg):
+    for path, node in components(cfg):
         try:
             yield from _component_errors(path, node, top_level(model))
         except UserError as error:
@@ -255,15 +255,16 @@ def _named_component_errors(path: str, node: Any) -> Iterator[UserError]:
             yield UserError(f"{path}.{name}: {_BAD_NAME}")
 
 
-def _components(node: Any, path: str = "") -> Iterator[tuple[str, DictConfig]]:
+def components(node: Any, path: str = "") -> Iterator[tuple[str, DictConfig]]:
+    """Each block with a ``_component_``, after its dotted path."""
     if isinstance(node, DictConfig):
         if "_component_" in node:
             yield path, node
         for key in node:
-            yield from _components(node._get_node(key), f"{path}.{key!s}" if path else str(key))
+            yield from components(node._get_node(key), f"{path}.{key!s}" if path else str(key))
     elif isinstance(node, ListConfig):
         for index, item in enumerate(node):
-            yield from _components(item, f"{path}[{index}]")
+            yield from components(item, f"{path}[{index}]")
 
 
 def _component_errors(path: str, node: DictConfig, recipe_keys: Collection[str]) -> Iterator[UserError]:
@@ -309,7 +310,7 @@ def _parameters(component: Callable[..., Any], *, is_complete: bool = True) -> l
 def _names_in_blocks(cfg: DictConfig, known: Mapping[str, Key]) -> dict[str, str]:
     """The dotted paths of the keys that the blocks of a config accept, by their last part; for suggestions."""
     paths = {path.rpartition(".")[2]: path for path in known if "." in path and ".NAME." not in path}
-    blocks = [(path, node) for path, node in _components(cfg) if path in known]
+    blocks = [(path, node) for path, node in components(cfg) if path in known]
     # Names that the config itself has come before those that its components would take.
     for path, node in blocks:
         for name in map(str, node):

@@ -22,7 +22,7 @@ from finch.config.validation import without_weight
 from finch.data.formats import LABELS, format_of
 from finch.data.order import EMPTY
 from finch.data.row_files import SOURCES, check_file, extension_of, is_pattern, is_url
-from finch.data.rows import files_and_source, load_table, reason_of
+from finch.data.rows import files_and_source, load_from_hub, load_table, reason_of
 from finch.objectives import IGNORE_INDEX
 
 STATISTICS = ("tokens", "labels", "input_pos", "seq_lens")
@@ -237,7 +237,7 @@ def _load(
         files, _ = files_and_source(source, data_files)
         if files:
             return load_table(source, data_files, files, name=name, split=split)
-    return datasets.load_dataset(source, name, data_files=data_files, split=split, **rest)
+    return load_from_hub(source, name, data_files=data_files, split=split, **rest)
 
 
 def check_arguments(node: Any, key: str) -> None:

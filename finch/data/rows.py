@@ -16,6 +16,7 @@ from torchtune.datasets import PackedDataset
 from torchtune.datasets._sft import SFTTransform
 
 from finch.base.errors import UserError
+from finch.base.files import exists
 from finch.data.formats import (
     AUTO,
     FIELDS,
@@ -343,12 +344,26 @@ def load_table(
     if files:
         return read_table(files, source, split)
     names = data_files if data_files is None or isinstance(data_files, str) else list(map(str, data_files))
+    return Table([load_from_hub(source, name, split=split, data_files=names)])
+
+
+def load_from_hub(source: str, name: str | None, **options: Any) -> Any:
+    """As ``datasets.load_dataset``; ``source`` may be OWNER/NAME@REVISION. Raises UserError if the rows cannot be read."""
+    source, _, revision = (source, "", "") if exists(source) else source.partition("@")
+    options |= {"revision": revision} if revision else {}
     try:
-        return Table([datasets.load_dataset(source, name, split=split, data_files=names)])
+        found = datasets.load_dataset(source, name, **options)
     except PermissionError as error:
         cache = datasets.config.HF_DATASETS_CACHE
         raise UserError(
             f"dataset: the cache {cache} cannot be written ({error}); set HF_DATASETS_CACHE to another folder"
         ) from error
-    except datasets.exceptions.DatasetGenerationError as error:
+    except (datasets.exceptions.DatasetGenerationError, ConnectionError, FileNotFoundError) as error:
         raise UserError(f"dataset: {' '.join(str(error.__cause__ or error).split())[:200]}") from error
+    # Where the hub fails, the library takes what it has of another commit.
+    parts = found.values() if isinstance(found, dict) else [found]
+    if len(revision) == 40 and any(part.cache_files and revision not in str(part.cache_files) for part in parts):
+        raise UserError(
+            f"dataset.source={source}@{revision}: the cache has another commit, and the hub fails; try later"
+        )
+    return found

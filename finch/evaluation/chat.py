@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from finch.base import hub
 from finch.base.errors import UserError
 from finch.base.log import printable
 from finch.base.run_files import CONFIG, HF_CONFIG
@@ -64,7 +65,7 @@ class Chat:
         pretrained = Path(cfg.checkpointer.checkpoint_dir)
         if not pretrained.is_dir():
             raise UserError(
-                f"{pretrained}, which {run} was trained from, is no folder; give the one it has moved to with --base DIR"
+                f"{pretrained}, which {run} was trained from, is no folder; give the one it has moved to with --base {hub.origin(pretrained) or 'DIR'}"
             )
         changes = {"dtype": "bf16", "fsdp_cpu_offload": False} if precision_of(cfg.dtype).is_mixed else {}
         self._cfg = DictConfig(OmegaConf.merge(without_lora(cfg), changes))

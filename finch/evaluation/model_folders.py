@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finch.base import run_files
+from finch.base import hub, run_files
 from finch.base.errors import UserError
 from finch.base.log import logger
 from finch.base.run_files import inside
@@ -48,7 +48,7 @@ class ModelFolder:
     def label(self) -> str:
         """What a table calls it: the run's or the folder's name."""
         path = (self.run or self.path).resolve()
-        return f"{path.parents[1].name}/average" if path.parent.name == run_files.AVERAGE else path.name
+        return f"{path.parents[1].name}/average" if path.parent.name == run_files.AVERAGE else hub.name_of(path)
 
     @property
     def results(self) -> Path | None:

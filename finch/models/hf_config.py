@@ -6,18 +6,16 @@ Needs neither torch nor torchtune.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from finch.base import hub
 from finch.base.errors import UserError
 from finch.base.files import read_bytes
-from finch.config.instantiate import download_command
 
 CONFIG = "config.json"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TIED_BY_DEFAULT = ("gemma", "gemma2")
 _DEFAULT_WINDOW = {
     "mistral": 4096,
@@ -109,7 +107,7 @@ _KINDS: dict[str, tuple[type, str]] = {
 
 
 def check_folder(path: str | Path, option: str = "checkpointer.checkpoint_dir") -> Path:
-    """The path, if it is a folder; otherwise raises UserError with the command that downloads a model.
+    """The path, if it is a folder; otherwise raises UserError that names the hub's.
 
     ``option``: the config key or command-line option it was given by, for messages.
     """
@@ -120,16 +118,12 @@ def check_folder(path: str | Path, option: str = "checkpointer.checkpoint_dir") 
             if each.exists() and not (each.is_file() or each.is_dir()):
                 raise UserError(f"{option}={path} holds {each.name}, which is neither a file nor a folder; remove it")
         return folder
-    if _HUB_NAME.fullmatch(str(path)) and not folder.exists():
-        target = f"/tmp/{folder.name}"
-        raise UserError(
-            f"{option}={path} is not a folder; download the model with `tune download {path} --output-dir {target}` and give {option}={target}, or correct the path"
-        )
     # The model of that name among the families' examples; else the form of such a name.
-    examples = (example for family in FAMILIES.values() for example in family.examples)
-    name = next((example for example in examples if example.partition("/")[2] == folder.name), "ORG/NAME")
-    command = download_command(folder) or f"tune download {name} --output-dir {path}"
-    raise UserError(f"{option}={path} is not a folder; download the model with `{command}`, or correct the path")
+    names = {name.partition("/")[2]: name for family in FAMILIES.values() for name in family.examples}
+    key = option if option.startswith("--") else "model_dir"
+    raise UserError(
+        f"{option}={path} is not a folder; correct the path, or give a model of the hub: {key}={hub.origin(path) or names.get(folder.name, 'OWNER/NAME')}"
+    )
 
 
 def read_json(path: Path) -> Any:

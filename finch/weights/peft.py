@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torchtune.modules.peft import DoRALinear
 
+from finch.base import hub
 from finch.base.dtensor import full_tensor
 from finch.base.errors import UserError, WriteFailed
 from finch.base.files import atomic_folder
@@ -144,10 +145,12 @@ class PeftFolder:
     def _config(self, layer: AdapterLayer) -> dict[str, Any]:
         # PEFT divides by the rank in the file, which is larger than the layer's where several are stored as one weight.
         alpha = scaling(layer) * self._rank
+        name, _, commit = (hub.origin(self._base.folder) or "").partition("@")
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": str(self._base.folder),
+            "base_model_name_or_path": name or str(self._base.folder),
+            **({"revision": commit} if commit else {}),
             "inference_mode": True,
             "r": self._rank,
             "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,

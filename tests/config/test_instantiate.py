@@ -1,11 +1,9 @@
 """Configs by name, and components by their dotted path."""
 
-from pathlib import Path
-
 import pytest
 
 from finch.base.errors import UserError
-from finch.config.instantiate import build, config_names, did_you_mean, download_command, find_config
+from finch.config.instantiate import build, config_names, did_you_mean, find_config
 
 
 def test_find_config_by_name_and_by_path(tmp_path):
@@ -21,22 +19,6 @@ def test_find_config_suggests_the_nearest_name():
         find_config("stories260k/tofu_finhc")
     with pytest.raises(UserError, match=r"finch has .*stories260k/tofu_sft"):
         find_config("/nowhere/at/all/x.yaml")
-
-
-@pytest.mark.parametrize(
-    ("folder", "command"),
-    [
-        ("/models/Qwen3-4B", "tune download Qwen/Qwen3-4B --output-dir /models/Qwen3-4B"),
-        (
-            "Meta-Llama-3-8B",
-            "tune download meta-llama/Meta-Llama-3-8B --output-dir Meta-Llama-3-8B --hf-token HF_TOKEN "
-            '--ignore-patterns "original/consolidated*"',
-        ),
-        ("/models/Qwen3-4B-Base", None),
-    ],
-)
-def test_download_command_is_the_headers_for_this_folder(folder, command):
-    assert download_command(Path(folder)) == command
 
 
 def test_did_you_mean():

@@ -7,13 +7,14 @@ import json
 import datasets
 import pytest
 from helpers import rows as rows_helper
+from helpers.hub_server import hub_server
 from helpers.rows import openai, sharegpt
 from helpers.tokenizers import write_qwen3_tokenizer
 from torchtune.datasets import chat_dataset, instruct_dataset, text_completion_dataset
 
 from finch.base.errors import UserError
 from finch.data.formats import detect
-from finch.data.rows import rows_dataset
+from finch.data.rows import load_from_hub, rows_dataset
 from finch.data.stats import collect_stats
 from finch.evaluation.datasets.sciknoweval import sciknoweval_dataset
 from finch.models import auto_tokenizer
@@ -264,3 +265,19 @@ def test_a_row_that_breaks_its_batch_is_named(write, chat_tokenizer):
     [(reason, bad)] = stats.bad.items()
     assert reason.startswith("TypeError: unhashable")
     assert [row.number for row in bad.first] == [2]
+
+
+def test_data_set_of_the_hub_is_of_the_named_commit(monkeypatch, tmp_path):
+    one = b'{"text": "a"}\n'
+    with hub_server(monkeypatch, tmp_path / "cache") as server:
+        old = server.add("datasets/Acme/Rows", {"train.jsonl": one})
+        new = server.add("datasets/Acme/Rows", {"train.jsonl": 2 * one})
+        lengths = [len(load_from_hub(f"Acme/Rows{end}", None, split="train")) for end in (f"@{old}", "", f"@{new}")]
+        assert lengths == [1, 2, 2]
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        assert len(load_from_hub(f"Acme/Rows@{new}", None, split="train")) == 2
+        # The library takes the newest of its cache.
+        with pytest.raises(UserError, match=rf"^dataset.source=Acme/Rows@{old}: the cache has another commit"):
+            load_from_hub(f"Acme/Rows@{old}", None, split="train")
+        with pytest.raises(UserError, match=r"^dataset: .*Acme/Others"):
+            load_from_hub("Acme/Others", None, split="train")

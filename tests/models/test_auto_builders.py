@@ -3,7 +3,6 @@
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -116,14 +115,12 @@ def test_builders_of_the_table_exist(model_type):
     assert CONVERSIONS.keys() == KNOWN_FAMILIES.keys()
 
 
-def test_folders_that_are_not_there_name_the_download(tmp_path, monkeypatch):
+def test_folders_that_are_not_there_name_the_hubs_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    command = "`tune download Qwen/Qwen3-0.6B --output-dir /tmp/Qwen3-0.6B`"
-    with pytest.raises(UserError, match=rf"^model\.path=Qwen/Qwen3-0.6B is not a folder; .*{command} and give"):
-        finch.models.auto("Qwen/Qwen3-0.6B")
-    command = "`tune download ORG/NAME --output-dir /nowhere/x`"
-    with pytest.raises(UserError, match=rf"^model_dir=/nowhere/x is not a folder; .*{command}"):
-        model_block(Path("/nowhere/x"))
+    lost = f"/cache/hub/models--Acme--Tiny/snapshots/{'0a' * 20}"
+    for path, name in (("Qwen3-0.6B", "Qwen/Qwen3-0.6B"), ("/x", "OWNER/NAME"), (lost, f"Acme/Tiny@{'0a' * 20}")):
+        with pytest.raises(UserError, match=rf"^model\.path={path} is not a folder; correct .*: model_dir={name}$"):
+            finch.models.auto(path)
     with pytest.raises(UserError, match=r"has no config\.json; give a folder in Hugging Face's format"):
         model_block(tmp_path)
 

@@ -5,12 +5,21 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from finch.base.hub import local_path
+
 
 def add_run(parser: argparse.ArgumentParser, text: str) -> None:
     """RUN, described by ``text``, and its pretrained folder."""
     parser.add_argument("run", type=Path, metavar="RUN", help=text)
-    parser.add_argument("--base", type=Path, metavar="DIR", help="the pretrained folder, where it has moved")
+    parser.add_argument("--base", metavar="DIR", help="the pretrained folder where it has moved, or a name on the hub")
     add_checks(parser)
+
+
+def find_models(parsed: argparse.Namespace) -> None:
+    """Makes paths of ``base`` and ``tuned``, which may be names on the hub. Raises UserError as :func:`finch.base.hub.local_path`."""
+    for name in vars(parsed).keys() & {"base", "tuned"}:
+        found = local_path(f"--{name}", getattr(parsed, name))
+        setattr(parsed, name, [Path(one) for one in found] if isinstance(found, list) else found and Path(found))
 
 
 def add_checks(parser: argparse.ArgumentParser) -> None:

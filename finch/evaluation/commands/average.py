@@ -6,7 +6,7 @@ import argparse
 
 from finch.base.extras import require_extras
 from finch.base.log import printable
-from finch.evaluation.commands.arguments import add_run
+from finch.evaluation.commands.arguments import add_run, find_models
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(parsed: argparse.Namespace) -> None:
     """Writes RUN/average and says what was chosen."""
     require_extras("finch average", "torchtune")
+    find_models(parsed)
     from finch.evaluation.average import Choice
     from finch.evaluation.average import average as choose
 

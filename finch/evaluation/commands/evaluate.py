@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finch.base import hub
 from finch.base.errors import UserError, exit_without_teardown
 from finch.base.extras import require_extras
 from finch.base.log import logger, printable
 from finch.base.run_files import models_in
 from finch.cli.arguments import names
 from finch.cli.run import SAFE_PYTHON, prepare_launcher
-from finch.evaluation.commands.arguments import add_checks
+from finch.evaluation.commands.arguments import add_checks, find_models
 from finch.evaluation.results import SuiteResult, read_samples
 from finch.evaluation.tasks.registry import ALL, select_tasks
 
@@ -35,9 +36,9 @@ DTYPES = ("auto", "fp32", "bf16", "fp16")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("models").add_argument
-    add("--base", type=Path, required=True, metavar="DIR", help="the pretrained model's folder")
+    add("--base", required=True, metavar="DIR", help="the pretrained model's folder, or its name on the hub")
     text = "tuned models: Hugging Face folders, PEFT adapters, or output folders of runs (their best epoch)"
-    add("--tuned", type=Path, nargs="+", default=[], metavar="DIR_OR_RUN", help=text)
+    add("--tuned", nargs="+", default=[], metavar="DIR_OR_RUN", help=text)
 
     add = parser.add_argument_group("tasks").add_argument
     text = "forgetting, reliability, knowledge, science, language or all; several with commas (default: finch's own rows of twelve skills)"
@@ -76,6 +77,7 @@ def main(parsed: argparse.Namespace) -> None:
         UserError: a mistake in the arguments, a folder, or the data; a model whose numbers are not finite.
     """
     require_extras("finch evaluate", "evaluate")
+    find_models(parsed)
     if not parsed.suite and not parsed.tasks:
         _skills(parsed)
         return
@@ -198,7 +200,7 @@ def _check_files(folder: ModelFolder, *, by_digest: bool) -> None:
     check_export(folder.path, by_digest=by_digest)
     if folder.base is not None:
         named = check_adapter(folder.path, str(folder)).get("base_model_name_or_path")
-        if named and Path(named).name != folder.base.resolve().name:
+        if named and Path(named).name != hub.name_of(folder.base):
             logger.warning(f"{folder} was trained on {named}, and is merged into {folder.base}")
 
 

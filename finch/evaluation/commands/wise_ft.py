@@ -6,11 +6,12 @@ import argparse
 from pathlib import Path
 
 from finch.base.extras import require_extras
+from finch.evaluation.commands.arguments import find_models
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--base", type=Path, required=True, metavar="DIR", help="the pretrained model's folder")
+    add("--base", required=True, metavar="DIR", help="the pretrained model's folder, or its name on the hub")
     add("--alpha", type=float, nargs="+", default=[0.5], help="the tuned model's share, or several (default: 0.5)")
     text = "folder for the results, one folder alpha_A for each alpha (default: average)"
     add("--out", type=Path, default=Path("average"), metavar="DIR", help=text)
@@ -19,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(parsed: argparse.Namespace) -> None:
     """Writes the interpolated models and prints their folders."""
     require_extras("finch average", "torchtune")
+    find_models(parsed)
     from finch.evaluation.wise_ft import wise_ft as interpolate
 
     print(*interpolate(parsed.base, parsed.tuned, parsed.alpha, parsed.out), sep="\n")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from finch.base import hub
 from finch.base.errors import UserError
 from finch.config.instantiate import build, component_of
 from finch.config.parser import merge
@@ -101,7 +102,7 @@ def complete(
         }
     num_parameters = _num_parameters(folder)
     messages.append(
-        f"model_dir={folder}: {num_parameters / 1e6:,.1f} M parameters, "
+        f"model_dir={hub.origin(folder) or folder}: {num_parameters / 1e6:,.1f} M parameters, "
         f"{component_of(chosen.get('model')) or component_of(given.model)}, context {context:,} tokens"
     )
     num_rows = None
@@ -121,7 +122,7 @@ def complete(
     is_validated = is_validated and not _is_removed("dataset_validation", overrides)
     if is_validated and "early_stopping" not in file_blocks and not given.get("save_last_epoch_only"):
         chosen["early_stopping"] = {"patience": PATIENCE}
-    chosen["output_dir"] = f"out/auto/{_slug(folder.resolve().name)}-{_slug(_rows_name(given))}"
+    chosen["output_dir"] = f"out/auto/{_slug(hub.name_of(folder))}-{_slug(_rows_name(given))}"
     blocks = {**chosen, **{key: value for key, value in file_blocks.items() if value is not None or key not in chosen}}
     if given.get("source") is None:
         blocks.pop("source", None)  # nothing refers to it

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finch.base import run_files
+from finch.base import hub, run_files
 from finch.base.errors import UsageError, UserError, writing
 from finch.base.extras import require_extras
 from finch.base.files import atomic_file, existing_part, gigabytes, make_folder, write_text
@@ -118,7 +118,7 @@ def _check_evaluation(evaluation: Evaluation) -> None:
     require_extras("the sweep's evaluation", "evaluate")
     check_harness()
     if evaluation.base is not None:
-        find_base(Path(evaluation.base))
+        find_base(Path(hub.local_path("--base", evaluation.base)))
     tasks, others = select_tasks(evaluation.suites, evaluation.tasks, "suites=", "tasks=")
     folders = [None if path is None else Path(path) for path in (evaluation.data_root, evaluation.include_path)]
     check_data(tasks, *folders)

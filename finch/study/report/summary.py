@@ -13,7 +13,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from finch.base import run_files
+from finch.base import hub, run_files
 from finch.evaluation.tasks.registry import SUITES
 from finch.study.report.content import Names, Report
 from finch.study.report.front import NUM_READINGS, RESAMPLES, Front, Pair, Point, Reading, choose_by
@@ -284,8 +284,8 @@ def _model(config: Mapping[str, Any]) -> str:
     """The builder's name, but for finch.models.auto, and the folder that the weights are from."""
     model, checkpointer = config.get("model") or {}, config.get("checkpointer") or {}
     builder = base_builder(config)
-    path = model.get("path") or checkpointer.get("checkpoint_dir")
-    return ", ".join(str(one) for one in (builder if builder != "auto" else "", path) if one)
+    path = str(model.get("path") or checkpointer.get("checkpoint_dir") or "")
+    return ", ".join(str(one) for one in (builder if builder != "auto" else "", hub.origin(path) or path) if one)
 
 
 def _training_rows(run: Run) -> str:

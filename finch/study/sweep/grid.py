@@ -29,7 +29,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from finch.base import run_files
+from finch.base import hub, run_files
 from finch.base.errors import UserError, writing
 from finch.base.files import atomic_file, make_folder, write_text
 from finch.config.instantiate import did_you_mean, find_grid, load_config
@@ -320,12 +320,14 @@ def _as_grid(content: Values, path: Path, words: Sequence[str], out: str | None)
     evaluation = _evaluation(content.get("evaluate"), changes)
     if keep == "last" and evaluation is not None and evaluation.select_by is not None:
         raise UserError("keep=last removes the epochs that evaluate.select_by chooses from; give best or all")
+    given = (*override_words(fixed), *(word for word in words if not word.startswith("evaluate.")))
     return Grid(
         path=path,
         recipe=recipe,
         config=str(content["config"]),
         out=Path(os.path.abspath(out or content["out"])),
-        overrides=(*override_words(fixed), *(word for word in words if not word.startswith("evaluate."))),
+        # Cells that start on other days start from the same commit.
+        overrides=tuple(hub.local_paths({}, given)[1]),
         mappings=mappings,
         evaluation=evaluation,
         keep=keep,

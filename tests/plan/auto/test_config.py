@@ -8,14 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from helpers.hub_server import hub_server
 from helpers.models import save
 from helpers.ranks import on_ranks
 from helpers.runs import finch, run_here
 from helpers.tokenizers import write_qwen3_tokenizer
+from huggingface_hub import constants
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny_text import WORDS
+from finch.base import hub
 from finch.base.errors import UserError
 from finch.config.instantiate import find_config
 from finch.config.parser import read
@@ -259,7 +262,7 @@ def test_auto_config_trains_says_what_it_chose_and_saves_it(folder, rows_file, t
     [
         ([], "model_dir is not set: add model_dir=DIR"),
         (["model_dir=/nowhere"], "model_dir=/nowhere is not a folder"),
-        (["model_dir=ORG/NAME"], "tune download ORG/NAME --output-dir"),
+        (["model_dir=Acme/Tiny"], "model_dir=Acme/Tiny is no folder here, and "),
         (["model_dir=DIR"], "data_files is not set: add data_files=ROWS.jsonl"),
         (["model_dir=DIR", "data_files=/nowhere.jsonl"], "data_files=/nowhere.jsonl does not exist"),
         (["model_dir=DIR", "data_files=ROWS", "epochs=x"], "epochs=x must be int >= 1"),
@@ -290,3 +293,52 @@ def test_configs_show_prints_the_complete_auto_config(folder, rows_file, capsys)
     shown = yaml.safe_load(printed)
     assert (shown["model"]["num_layers"], shown["dataset"]["format"]) == (2, "question_answer")
     assert finch(capsys, "list", "--show", "auto")[0] == 0  # the template
+
+
+@pytest.fixture
+def server(folder, rows_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hub._find.cache_clear()
+    with hub_server(monkeypatch, tmp_path / "cache") as server:
+        server.add("models/Acme/Tiny", folder)
+        server.add("datasets/Acme/Rows", {"rows.jsonl": rows_file.read_bytes()})
+        yield server
+    hub._find.cache_clear()
+
+
+def test_names_on_the_hub_become_commits(server, rows_file):
+    model, rows = server.main("models/Acme/Tiny"), server.main("datasets/Acme/Rows")
+    cfg = auto("model_dir=Acme/Tiny", "data_files=hf://datasets/Acme/Rows/rows.jsonl", "device=cpu")
+    assert cfg.checkpointer.checkpoint_dir.endswith(f"/models--Acme--Tiny/snapshots/{model}")
+    assert cfg.tokenizer.path == cfg.checkpointer.checkpoint_dir
+    assert cfg.dataset.data_files.endswith(f"/datasets--Acme--Rows/snapshots/{rows}/rows.jsonl")
+    assert (cfg.dataset.format, cfg.output_dir) == ("question_answer", "out/auto/Tiny-rows")
+    cfg = auto("model_dir=Acme/Tiny", "dataset.source=Acme/Rows", "device=cpu")
+    assert cfg.dataset.source == cfg.dataset_validation.source == f"Acme/Rows@{rows}"
+    assert cfg.output_dir == "out/auto/Tiny-Rows"
+    # A data set of the paper reads local files in place of its source.
+    server.refusal = "down"
+    words = ["dataset._component_=finch.data.tofu.tofu_dataset", "dataset.source=Acme/Rows"]
+    assert auto("model_dir=Acme/Tiny", *words, f"dataset.data_files={rows_file}").dataset.source == "Acme/Rows"
+    with pytest.raises(UserError, match=r"^dataset\.source=Acme/Rows@main: .* fails \(Server error '503"):
+        auto("model_dir=Acme/Tiny", *words[:1], "dataset.source=Acme/Rows@main")
+
+
+@pytest.mark.slow
+def test_run_keeps_the_commits_and_goes_on_with_them_alone(server, folder, tmp_path, monkeypatch):
+    config = yaml.safe_load(find_config("auto").read_text())
+    config |= {"output_dir": str(tmp_path / "run"), "device": "cpu", "epochs": 1, "model_dir": "Acme/Tiny"}
+    config |= {"data_files": "hf://datasets/Acme/Rows/rows.jsonl"}
+    model, rows = server.main("models/Acme/Tiny"), server.main("datasets/Acme/Rows")
+    done = run_here(tmp_path, config)
+    assert f"model_dir=Acme/Tiny@{model}: " in done.output
+    assert {model, rows} <= set(re.findall("[0-9a-f]{40}", (done.folder / "config.yaml").read_text()))
+    server.add("models/Acme/Tiny", {**{file.name: file.read_bytes() for file in folder.iterdir()}, "x.jinja": b""})
+    hub._find.cache_clear()
+    assert model in run_here(tmp_path, config, "resume_from_checkpoint=True").error()
+    # Of the same commit in another place.
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "moved"))
+    hub._find.cache_clear()
+    config["model_dir"] = f"Acme/Tiny@{model}"
+    assert run_here(tmp_path, config, "resume_from_checkpoint=True", "epochs=2").returncode == 0
+    assert str(tmp_path / "moved") in (done.folder / "config.yaml").read_text()
