@@ -362,8 +362,12 @@ class Report:
 def _rates(cfg: DictConfig, key: str) -> str:
     if key == "optimizer":
         return f", lr {format_value(cfg.optimizer.get('lr'))}"
-    cap = cfg[key].get("eta_max")
-    return "" if cap is None else f", eta_max {format_value(cap)}"
+    from finch.training.config_checks import describe_cap
+
+    cap, below = cfg[key].get("eta_max"), ""
+    with contextlib.suppress(UserError):  # a problem that the checks name
+        below = describe_cap(cfg) if key == "lr_scheduler" else ""
+    return ("" if cap is None else f", eta_max {format_value(cap)}") + (f", at its cap {below}" if below else "")
 
 
 def _share(part: int, total: int) -> str:

@@ -142,6 +142,11 @@ def _run(grid: Grid, jobs: Sequence[Job], args: argparse.Namespace) -> None:
     local = LocalSweep(jobs, num_parallel=args.jobs or 1, num_gpus=num_gpus, trains=not args.skip_training)
     print(f"{len(jobs)} cells in {grid.out}, {args.jobs or 1} at a time", flush=True)
     failures = local.run()
+    for job in jobs:
+        if share := _capped_share(job):
+            print(
+                f"{job.cell.name}: FINCH was at its cap, lr_scheduler.eta_max, in {share:.0%} of the steps", flush=True
+            )
     if failures:
         alike = defaultdict(list)
         for name, reason in failures.items():
@@ -180,18 +185,31 @@ def _check_disk(grid: Grid, jobs: Sequence[Job], num_parallel: int) -> None:
 def _print_cells(grid: Grid, jobs: Sequence[Job]) -> None:
     """A table of the cells and what is left to do, then the first commands."""
     width = max(len(job.cell.name) for job in jobs)
-    print(f"{'cell':<{width}}  training   evaluation")
+    print(f"{'cell':<{width}}  training   evaluation  FINCH at its cap")
     commands: list[list[str]] = []
     for job in jobs:
         is_trained = job.is_trained() and not grid.overwrites
         evaluations = job.evaluate_commands()
         training = "done" if is_trained else "select-lr" if job.cell.kind == SMALL_LR else "to do"
         evaluation = "none" if grid.evaluation is None else "to do" if evaluations else "done"
-        print(f"{job.cell.name:<{width}}  {training:<9}  {evaluation}")
+        print(f"{job.cell.name:<{width}}  {training:<9}  {evaluation:<10}  {_at_cap(job)}".rstrip())
         if not commands:
             commands = [*([job.run_command()] if training == "to do" else []), *evaluations]
     for command in commands:
         print(f"\n{shlex.join(command)}")
+
+
+def _at_cap(job: Job) -> str:
+    """In which share of the steps FINCH was at its cap; before the first one, below which loss it will be; empty for another schedule."""
+    from finch.training.config_checks import describe_cap
+
+    share = _capped_share(job)
+    return describe_cap(job.cfg) if share is None else f"{share:.0%} of steps"
+
+
+def _capped_share(job: Job) -> float | None:
+    metrics = job.cell.folder / run_files.METRICS
+    return run_files.capped_share(run_files.read_metrics(metrics)) if metrics.exists() else None
 
 
 def _ranks(args: argparse.Namespace) -> tuple[list[str], int]:

@@ -202,6 +202,16 @@ def _probes_note(comparison: Comparison) -> Iterator[str]:
         )
 
 
+def _cap_note(comparison: Comparison) -> Iterator[str]:
+    shares = sorted(filter(None, (run.capped_share for run in comparison.runs)))
+    if shares:
+        span = f"{shares[0]:.0%}" + (f" to {shares[-1]:.0%}" if len(shares) > 1 else "")
+        yield (
+            f"FINCH was at its cap, lr_scheduler.eta_max, in {span} of the steps of {len(shares)} of {len(comparison.runs)} runs (the table of runs): "
+            "there it is a constant rate."
+        )
+
+
 def _precisions_note(comparison: Comparison) -> Iterator[str]:
     precisions = sorted({str(run.config["dtype"]) for run in comparison.runs if run.config.get("dtype")})
     if len(precisions) > 1:
@@ -231,6 +241,7 @@ _NOTES = (
     _chance_notes,
     _few_documents_note,
     _probes_note,
+    _cap_note,
     _precisions_note,
     _evaluations_notes,
 )

@@ -352,6 +352,7 @@ def runs_table(report: Report) -> Table:
             "best epoch": NONE if run.best_epoch is None else str(run.best_epoch + 1),
             "probes at step": str(probes[0]) if probes else NONE,
             "evaluated": ", ".join(sorted(run.results)) or "none",
+            "at its cap": NONE if run.capped_share is None else f"{run.capped_share:.0%} of steps",
             "status": run.status or NONE,
             "folder": str(run.folder),
         }
