@@ -36,6 +36,7 @@ from finch.config.schema import RECIPES, FullFinetuneKeys, Keys, keys
 from finch.config.validation import PATHS, check, referred_keys
 
 _ENTRY = re.compile(r"([A-Za-z_][\w.]*)\[(\d+)\][\w.\[\]]*=")  # a key in an entry of a list
+_METRIC_LOGGERS = {"wandb": "WandBLogger", "tensorboard": "TensorBoardLogger"}
 AUTO_KEYS = {"model_dir", "data_files", "source"}
 """What the function under a config's key ``auto`` reads; other keys may refer to them."""
 
@@ -217,6 +218,8 @@ def merge(file_blocks: dict[str, Any], overrides: list[str]) -> tuple[DictConfig
     from torchtune.config._utils import _merge_yaml_and_cli_args
 
     blocks, overrides, names = methods.apply_method(file_blocks, overrides)
+    if blocks.keys().isdisjoint(("max_seq_len", "max_length")):
+        overrides = [re.sub("^(max_seq_len|max_length)=", "tokenizer.max_seq_len=", override) for override in overrides]
     in_lists = [override for override in overrides if _ENTRY.match(override)]
     with_sign = [override for override in overrides if override.count("=") > 1 and override not in in_lists]
     others = [override for override in overrides if override not in in_lists + with_sign]
@@ -226,7 +229,23 @@ def merge(file_blocks: dict[str, Any], overrides: list[str]) -> tuple[DictConfig
     for override in in_lists:
         _set_in_list(cfg, override)
     methods.resolve(names, cfg, overrides)
+    _name_metric_logger(cfg)
     return cfg, names
+
+
+def _name_metric_logger(cfg: DictConfig) -> None:
+    """`metric_logger=wandb` as its component, with its files in RUN/logs. Raises UserError for another word."""
+    node = cfg.get("metric_logger")
+    word = component_of(node)
+    if word in _METRIC_LOGGERS:
+        name = {"_component_": f"torchtune.training.metric_logging.{_METRIC_LOGGERS[word]}"}
+        given = {} if isinstance(node, str) else node
+        cfg.metric_logger = OmegaConf.merge({"log_dir": "${output_dir}/logs"}, given, name)
+    elif word is not None and "." not in word:
+        known = ", ".join(_METRIC_LOGGERS)
+        raise UserError(
+            f"metric_logger={word} must be {known} or a component's path; RUN/metrics.jsonl has every value, whatever it is"
+        )
 
 
 def _set_in_list(cfg: DictConfig, override: str) -> None:
@@ -254,4 +273,8 @@ def _expand_component(override: str) -> str:
     """`loss=PATH` as `loss._component_=PATH`, which merges with `loss.key=value`."""
     key, _, value = override.partition("=")
     is_component = key in keys(FullFinetuneKeys) and keys(FullFinetuneKeys)[key].is_component
-    return f"{key}._component_={value}" if is_component and "." in value and "{" not in value else override
+    return (
+        f"{key}._component_={value}"
+        if is_component and ("." in value or value in _METRIC_LOGGERS) and "{" not in value
+        else override
+    )

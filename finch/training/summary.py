@@ -32,6 +32,10 @@ _HARDLY_FELL = 0.95
 class Summary(Hook):
     """Draws the losses after each epoch, and logs the summary at the end; on one rank."""
 
+    def __init__(self) -> None:
+        if missing := extras.missing_after_training():
+            logger.info(missing)
+
     def start(self, trainer: Trainer) -> None:
         self._trainer = trainer
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finch.base.errors import UserError, one_line
+from finch.base.extras import missing_after_training
 from finch.base.files import existing_part, gigabytes
 from finch.cli.early_checks import build_model, config_checks, device_of, machine_checks, only_errors_logged, read_job
 from finch.cli.run import number_of_ranks, parse_arguments
@@ -176,7 +177,7 @@ class Report:
         samples = load_dataset(cfg, key, tokenizer)
         if key == "dataset":
             self._mixture = mix(cfg, samples, cfg.seed or 0)
-        stats = statistics.collect_stats(samples, 0, 1, limit, keep_bad_rows=True)
+        stats = statistics.collect_stats(samples, 0, 1, limit)
         node: Any = cfg[key]
         packs = f" in {len(samples):,} packs" if samples.packed else ""
         kind = f"format {node['format']}, " if isinstance(node, Mapping) and node.get("format") else ""
@@ -208,12 +209,8 @@ class Report:
             )
         if not stats.bad:
             self._refuse_replayed(key, samples)
-        for reason, bad in stats.bad.items():
-            if bad.number == 1:
-                self._problem(f"{key}: {bad.first[0]} cannot be used ({reason}); fix or remove that row")
-            else:
-                rows = f"{name_rows(bad.first, bad.number)} of {bad.first[0].source}"
-                self._problem(f"{key}: {bad.number:,} rows cannot be used ({reason}), {rows}; fix or remove them")
+        for problem in stats.bad_rows(key):
+            self._problem(problem)
         if key == "dataset" and not stats.bad and len(samples):
             self._print(f"first row, its targets in «»: {rendered(samples[samples.rows[0]], tokenizer)}")
             most = statistics.row_with_most_answers(samples)
@@ -298,6 +295,8 @@ class Report:
             self._print(f"metrics.jsonl: {steps:,} lines")
         if use.total > free:
             self._print(f"the complete run needs about {gigabytes(use.total)}, more than is free")
+        if missing := missing_after_training():
+            self._print(missing)
         check_disk_room(cfg, decoder)
 
     def _estimate_memory(

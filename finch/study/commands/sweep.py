@@ -142,11 +142,6 @@ def _run(grid: Grid, jobs: Sequence[Job], args: argparse.Namespace) -> None:
     local = LocalSweep(jobs, num_parallel=args.jobs or 1, num_gpus=num_gpus, trains=not args.skip_training)
     print(f"{len(jobs)} cells in {grid.out}, {args.jobs or 1} at a time", flush=True)
     failures = local.run()
-    for job in jobs:
-        if share := _capped_share(job):
-            print(
-                f"{job.cell.name}: FINCH was at its cap, lr_scheduler.eta_max, in {share:.0%} of the steps", flush=True
-            )
     if failures:
         alike = defaultdict(list)
         for name, reason in failures.items():
@@ -203,13 +198,9 @@ def _at_cap(job: Job) -> str:
     """In which share of the steps FINCH was at its cap; before the first one, below which loss it will be; empty for another schedule."""
     from finch.training.config_checks import describe_cap
 
-    share = _capped_share(job)
-    return describe_cap(job.cfg) if share is None else f"{share:.0%} of steps"
-
-
-def _capped_share(job: Job) -> float | None:
     metrics = job.cell.folder / run_files.METRICS
-    return run_files.capped_share(run_files.read_metrics(metrics)) if metrics.exists() else None
+    share = run_files.capped_share(run_files.read_metrics(metrics)) if metrics.exists() else None
+    return describe_cap(job.cfg) if share is None else f"{share:.0%} of steps"
 
 
 def _ranks(args: argparse.Namespace) -> tuple[list[str], int]:
