@@ -36,7 +36,11 @@ from finch.config.schema import RECIPES, FullFinetuneKeys, Keys, keys
 from finch.config.validation import PATHS, check, referred_keys
 
 _ENTRY = re.compile(r"([A-Za-z_][\w.]*)\[(\d+)\][\w.\[\]]*=")  # a key in an entry of a list
-_METRIC_LOGGERS = {"wandb": "WandBLogger", "tensorboard": "TensorBoardLogger"}
+_LOGGER = "metric_logger._component_=torchtune.training.metric_logging"
+_METRIC_LOGGERS = {
+    "metric_logger=wandb": (f"{_LOGGER}.WandBLogger", "metric_logger.log_dir=${output_dir}/logs"),
+    "metric_logger=tensorboard": (f"{_LOGGER}.TensorBoardLogger", "metric_logger.log_dir=${output_dir}/logs"),
+}
 AUTO_KEYS = {"model_dir", "data_files", "source"}
 """What the function under a config's key ``auto`` reads; other keys may refer to them."""
 
@@ -218,6 +222,7 @@ def merge(file_blocks: dict[str, Any], overrides: list[str]) -> tuple[DictConfig
     from torchtune.config._utils import _merge_yaml_and_cli_args
 
     blocks, overrides, names = methods.apply_method(file_blocks, overrides)
+    overrides = [each for override in overrides for each in _METRIC_LOGGERS.get(override, (override,))]
     if blocks.keys().isdisjoint(("max_seq_len", "max_length")):
         overrides = [re.sub("^(max_seq_len|max_length)=", "tokenizer.max_seq_len=", override) for override in overrides]
     in_lists = [override for override in overrides if _ENTRY.match(override)]
@@ -229,23 +234,7 @@ def merge(file_blocks: dict[str, Any], overrides: list[str]) -> tuple[DictConfig
     for override in in_lists:
         _set_in_list(cfg, override)
     methods.resolve(names, cfg, overrides)
-    _name_metric_logger(cfg)
     return cfg, names
-
-
-def _name_metric_logger(cfg: DictConfig) -> None:
-    """`metric_logger=wandb` as its component, with its files in RUN/logs. Raises UserError for another word."""
-    node = cfg.get("metric_logger")
-    word = component_of(node)
-    if word in _METRIC_LOGGERS:
-        name = {"_component_": f"torchtune.training.metric_logging.{_METRIC_LOGGERS[word]}"}
-        given = {} if isinstance(node, str) else node
-        cfg.metric_logger = OmegaConf.merge({"log_dir": "${output_dir}/logs"}, given, name)
-    elif word is not None and "." not in word:
-        known = ", ".join(_METRIC_LOGGERS)
-        raise UserError(
-            f"metric_logger={word} must be {known} or a component's path; RUN/metrics.jsonl has every value, whatever it is"
-        )
 
 
 def _set_in_list(cfg: DictConfig, override: str) -> None:
@@ -273,8 +262,4 @@ def _expand_component(override: str) -> str:
     """`loss=PATH` as `loss._component_=PATH`, which merges with `loss.key=value`."""
     key, _, value = override.partition("=")
     is_component = key in keys(FullFinetuneKeys) and keys(FullFinetuneKeys)[key].is_component
-    return (
-        f"{key}._component_={value}"
-        if is_component and ("." in value or value in _METRIC_LOGGERS) and "{" not in value
-        else override
-    )
+    return f"{key}._component_={value}" if is_component and "." in value and "{" not in value else override

@@ -303,12 +303,11 @@ class Report:
         self, recipe: str, cfg: DictConfig, decoder: Any, samples: Any, stats: DatasetStats | None
     ) -> None:
         from finch.plan.estimate.fake_step import HOST_PARTS, estimate_step
-        from finch.plan.estimate.formula import Rows, memory_by_formula
+        from finch.plan.estimate.formula import longest_row, memory_by_formula
 
         if stats is None or not stats.num_rows:
             return
-        seq = len(samples[0]["tokens"]) if samples.packed else stats.max_length
-        rows = Rows(seq, max(1, round(seq * stats.num_targets / sum(stats.lengths))))
+        rows = longest_row(samples, stats)
         parts, peak, method = None, 0, "computed on fake tensors"
         if len(decoder.layers) <= _MAX_FAKE_LAYERS:
             with contextlib.suppress(UserError):  # a component needs the values of tensors
@@ -319,7 +318,7 @@ class Report:
             peak, method = parts.pop("peak"), "by a formula; `finch check --exact` takes longer and is closer"
         shards = max(1, self._ranks // cfg.data_parallel_replicate_dim)
         self._print(
-            f"an estimate per rank on {device_of(cfg).type}, for {cfg.batch_size} rows of {seq} tokens, {cfg.dtype}"
+            f"an estimate per rank on {device_of(cfg).type}, for {cfg.batch_size} rows of {rows.seq} tokens, {cfg.dtype}"
             + (f", weights divided over {shards} ranks" if shards > 1 else "")
             + f", {method}"
         )

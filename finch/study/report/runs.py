@@ -117,11 +117,6 @@ class Run:
         return [line for line in self.metrics if not run_files.is_event(line)]
 
     @property
-    def capped_share(self) -> float | None:
-        """In which share of its steps FINCH was at its cap; None: another schedule."""
-        return run_files.capped_share(self.metrics)
-
-    @property
     def finished_epochs(self) -> int:
         """Epochs whose model is there; with ``save_last_epoch_only``, which leaves only the last one's, all up to it."""
         written = {number for number, _ in run_files.epoch_folders(self.folder)}

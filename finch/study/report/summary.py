@@ -16,13 +16,14 @@ from typing import Any
 from finch.base import run_files
 from finch.evaluation.custom_tasks import CUSTOM
 from finch.evaluation.results import SuiteResult
+from finch.evaluation.statistics import FEW_DOCUMENTS
 from finch.evaluation.tasks.registry import SUITES
 from finch.study.report.content import Names, Report
 from finch.study.report.front import NUM_READINGS, RESAMPLES, Front, Pair, Point, Reading, choose_by
 from finch.study.report.measures import Comparison
 from finch.study.report.runs import Run, base_builder
 from finch.study.report.selection import Measure
-from finch.study.report.tables import FEW_DOCUMENTS, equal_score, estimate, number
+from finch.study.report.tables import equal_score, estimate, number
 from finch.study.sweep.grid import EVALUATED, FINISHED, SMALL_LR
 
 Paragraph = tuple[str, Sequence[str]]
@@ -205,13 +206,10 @@ def _probes_note(comparison: Comparison) -> Iterator[str]:
 
 
 def _cap_note(comparison: Comparison) -> Iterator[str]:
-    shares = sorted(filter(None, (run.capped_share for run in comparison.runs)))
+    shares = list(filter(None, (run_files.capped_share(run.metrics) for run in comparison.runs)))
     if shares:
-        span = f"{shares[0]:.0%}" + (f" to {shares[-1]:.0%}" if len(shares) > 1 else "")
-        yield (
-            f"FINCH was at its cap, lr_scheduler.eta_max, in {span} of the steps of {len(shares)} of {len(comparison.runs)} runs (the table of runs): "
-            "there it is a constant rate."
-        )
+        runs = f"{len(shares)} of {len(comparison.runs)} runs, in up to {max(shares):.0%} of their steps (the table of runs)"
+        yield f"FINCH was at its cap, lr_scheduler.eta_max, in {runs}: there it is a constant rate."
 
 
 def _precisions_note(comparison: Comparison) -> Iterator[str]:
