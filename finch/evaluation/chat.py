@@ -122,8 +122,14 @@ def talk(chat: Chat, prompt: str | None, console: Console) -> None:
         if text == CLEAR:
             before = ([], [])
             continue
-        with torch.no_grad():
-            base, tuned = answers = chat.answers(text, before)
+        try:
+            with torch.no_grad():
+                base, tuned = answers = chat.answers(text, before)
+        except UserError as error:
+            if prompt is not None:
+                raise
+            console.print(Text(printable(str(error))))
+            continue
         for turns, answer in zip(before, answers, strict=True):
             turns += [text, answer]
         is_piped = prompt is None and not sys.stdin.isatty()  # nobody sees what was typed

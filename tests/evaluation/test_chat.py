@@ -60,13 +60,15 @@ def test_turns_are_kept_until_they_are_cleared(run, base_folder, monkeypatch):
     asked: list = []
 
     def answers(prompt, before):
+        found = Chat.answers(chat, prompt, before)
         asked.append((prompt, [list(turns) for turns in before]))
-        return Chat.answers(chat, prompt, before)
+        return found
 
     console = Console(file=io.StringIO(), width=80)
-    typed = iter([PROMPT, "and the sea", "/clear", "and the sea", ""])
+    typed = iter([PROMPT, "bird " * 500, "and the sea", "/clear", "and the sea", ""])
     monkeypatch.setattr(console, "input", lambda _: next(typed))
     talk(SimpleNamespace(answers=answers), None, console)
+    assert "give a shorter one, or type /clear" in " ".join(console.file.getvalue().split())  # and the chat goes on
     first = [greedy(base_folder, run), greedy(run / "epoch_0", run)]
     assert asked == [
         (PROMPT, [[], []]),
