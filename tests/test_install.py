@@ -49,7 +49,7 @@ transformers.Trainer(model, args, train_dataset=rows, callbacks=[finch]).train()
 assert abs(finch.schedule.get_last_lr()[0] - 2e-3 / finch.schedule.ema_loss**0.5) < 1e-8
 assert 'torchtune' not in sys.modules
 """
-NEEDS_TORCHTUNE = "needs the torchtune extra: pip install 'finch-finetune[torchtune]'"
+NEEDS_TORCHTUNE = "needs the torchtune extra: pip install '{}[torchtune]'"
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_core_needs_torch_alone(wheel, venv):
     ):
         (line,) = venv(*command, code=1).strip().splitlines()
         assert line.startswith("finch: error: ")
-        assert line.endswith(NEEDS_TORCHTUNE)
+        assert line.endswith(NEEDS_TORCHTUNE.format(wheel))
 
 
 @pytest.mark.slow

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from finch.base.errors import UserError, report_user_errors
 from finch.base.log import quiet_dependencies
 
+DISTRIBUTION = "finch-finetune"
 PACKAGES = {
     "torchtune": ("torchtune", "torchao"),
     "evaluate": ("lm_eval",),
@@ -27,7 +33,28 @@ def require_extras(program: str, *extras: str) -> None:
     """
     if any(find_spec(package) is None for extra in extras for package in PACKAGES[extra]):
         names = " and ".join(extras) + (" extras" if len(extras) > 1 else " extra")
-        raise UserError(f"{program} needs the {names}: pip install 'finch-finetune[{','.join(extras)}]'")
+        raise UserError(f"{program} needs the {names}: {install_command(*extras)}")
+
+
+def install_command(*extras: str) -> str:
+    """The pip command that adds extras to this installation, from the checkout or the wheel that it was made from."""
+    source, is_editable = DISTRIBUTION, False
+    with contextlib.suppress(metadata.PackageNotFoundError, TypeError, ValueError, KeyError):
+        # PEP 610; without the file, which makes json raise TypeError, the package is an index's.
+        made_from = json.loads(metadata.distribution(DISTRIBUTION).read_text("direct_url.json"))  # type: ignore[arg-type]
+        path = Path(url2pathname(urlsplit(made_from["url"]).path))
+        if made_from["url"].startswith("file:") and path.exists():
+            source = "." if path == Path.cwd() else str(path)
+            is_editable = made_from.get("dir_info", {}).get("editable", False)
+    return f"pip install {'-e ' if is_editable else ''}'{source}[{','.join(extras)}]'"
+
+
+def missing_after_training() -> str | None:
+    """What cannot be made of a run, or with it, for want of a package; None: all can."""
+    needs = {"report": "RUN/loss.png is not drawn", "evaluate": "finch evaluate will not start"}
+    missing = {extra: text for extra, text in needs.items() if find_spec(PACKAGES[extra][0]) is None}
+    packages = ", ".join(PACKAGES[extra][0] for extra in missing)
+    return f"without {packages} {' and '.join(missing.values())}: {install_command(*missing)}" if missing else None
 
 
 def prepare_recipe() -> None:

@@ -26,8 +26,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from finch.base import status
@@ -113,6 +114,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl without those that cannot be read, such as the last one of a run that was killed; logs which others that leaves
     out. Raises UserError where there is no such file."""
     return [line for line in metrics_lines(path) if line is not None]
+
+
+def capped_share(lines: Iterable[Mapping[str, Any]]) -> float | None:
+    """In which share of its steps FINCH was at its cap; None: no step is FINCH's."""
+    is_capped = [line.get("lr_is_capped", False) for line in lines if line.get("ema_loss") is not None]
+    return fmean(is_capped) if is_capped else None
 
 
 def metrics_lines(path: Path) -> list[dict[str, Any] | None]:

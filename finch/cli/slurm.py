@@ -268,7 +268,7 @@ def run_sbatch(command: Sequence[str], settings: Mapping[str, str]) -> str:
         done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
         raise UserError(
-            "sbatch is not on this machine's PATH; run the command that --dry-run prints on a login node"
+            "sbatch is not on this machine's PATH; give the same command on a login node, or without --slurm here"
         ) from error
     if done.returncode != 0:
         message = " ".join(done.stderr.removeprefix("sbatch: error: ").split())

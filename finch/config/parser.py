@@ -38,6 +38,11 @@ from finch.config.schema import RECIPES, FullFinetuneKeys, Keys, keys
 from finch.config.validation import PATHS, check, components, referred_keys
 
 _ENTRY = re.compile(r"([A-Za-z_][\w.]*)\[(\d+)\][\w.\[\]]*=")  # a key in an entry of a list
+_LOGGER = "metric_logger._component_=torchtune.training.metric_logging"
+_METRIC_LOGGERS = {
+    "metric_logger=wandb": (f"{_LOGGER}.WandBLogger", "metric_logger.log_dir=${output_dir}/logs"),
+    "metric_logger=tensorboard": (f"{_LOGGER}.TensorBoardLogger", "metric_logger.log_dir=${output_dir}/logs"),
+}
 AUTO_KEYS = {"model_dir", "data_files", "source"}
 """What the function under a config's key ``auto`` reads; other keys may refer to them."""
 
@@ -225,6 +230,9 @@ def merge(file_blocks: dict[str, Any], overrides: list[str]) -> tuple[DictConfig
     from torchtune.config._utils import _merge_yaml_and_cli_args
 
     blocks, overrides, names = methods.apply_method(file_blocks, overrides)
+    overrides = [each for override in overrides for each in _METRIC_LOGGERS.get(override, (override,))]
+    if blocks.keys().isdisjoint(("max_seq_len", "max_length")):
+        overrides = [re.sub("^(max_seq_len|max_length)=", "tokenizer.max_seq_len=", override) for override in overrides]
     in_lists = [override for override in overrides if _ENTRY.match(override)]
     with_sign = [override for override in overrides if override.count("=") > 1 and override not in in_lists]
     others = [override for override in overrides if override not in in_lists + with_sign]

@@ -326,7 +326,7 @@ class Output(Keys):
     overwrite: Place[bool] = False
     """start from scratch in an output_dir that holds a run; its files are removed when the first step starts"""
     metric_logger: Place[Component | None] = None
-    """a torchtune metric logger next to metrics.jsonl"""
+    """wandb, tensorboard, or another torchtune metric logger, next to metrics.jsonl"""
     log_every_n_steps: Place[PositiveInt] = 1
     """how often the metric logger and the progress bar are updated, and a GPU is read"""
     log_peak_memory_stats: Place[bool] = True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,7 +15,7 @@ from torchtune.modules.transforms import Transform
 
 from finch.base.errors import UserError
 from finch.data.cache import remembered
-from finch.data.row_files import local_files, source_of, without_none
+from finch.data.row_files import describe_faults, local_files, source_of, without_none
 from finch.data.table import Table, read_table
 
 AUTO = "auto"
@@ -97,6 +99,7 @@ def _detect(table: Table, source: str, column_map: Mapping[str, str]) -> RowForm
     unknown: str | None = None
     names: dict[str, None] = {}
     for rows in table.parts:
+        others: dict[str, list[int]] = defaultdict(list)
         for number, row in enumerate(rows, start=1):
             names.update(dict.fromkeys(row))
             if first is None:
@@ -106,12 +109,14 @@ def _detect(table: Table, source: str, column_map: Mapping[str, str]) -> RowForm
                     unknown = unknown or f"data_files={rows.file}: {_unknown(row, number)}"
             elif not column_map and not _fits(first, row):
                 other = format_of(row)
-                if other not in (None, first):
-                    before = f"the rows of {first_file} are" if rows.file != first_file else "the rows before it are"
-                    raise UserError(
-                        f"data_files={rows.file}: row {number} is {LABELS[other]}, {before} {LABELS[first]}; one dataset holds one format: give "
-                        "each format a file and an entry in a list of datasets"
-                    )
+                if other is not None and other != first:
+                    others[f"is {LABELS[other]}"].append(number)
+        if others and first is not None:
+            before = f"the rows of {first_file} are" if rows.file != first_file else "the rows before it are"
+            raise UserError(
+                f"data_files={rows.file}: {describe_faults(others)}, {before} {LABELS[first]}; one dataset holds one format: give each format a file and an entry "
+                "in a list of datasets"
+            )
         if not len(rows):
             raise UserError(f"data_files is empty: {rows.file} has no rows; give another file")
     if first is None:
@@ -206,14 +211,13 @@ def _with_columns(
     for field, column in _fields_of_map(format, column_map or {}).items():
         if column not in names:
             raise UserError(
-                f"dataset.column_map.{field}={column}: the rows have no such column, they have {', '.join(names)}"
+                f"dataset.column_map.{field}={column}: the rows have no such column, they have {_listed(names)}"
             )
         columns[field] = column
     found = {field: column for field, column in columns.items() if column is not None}
     if missing := [field for field in columns if field not in found]:
         raise UserError(
-            f"dataset.format={format} needs a column {missing[0]!r}, the rows have {', '.join(names)}; name it: "
-            f"dataset.column_map.{missing[0]}=COLUMN"
+            f"dataset.format={format} needs a column {missing[0]!r}; name it: dataset.column_map.{missing[0]}=COLUMN; the rows have {_listed(names)}"
         )
     unused = tuple(name for name in names if name not in found.values())
     return RowFormat(format, found, source, num_rows, unused)
@@ -247,11 +251,15 @@ def _unknown(row: Mapping[str, Any], number: int = 1) -> str:
             f"row {number} has the fields chosen and rejected: these are preferences, for DPO, which finch does not train; for fine-tuning on the "
             f"chosen answers: {' '.join(f'dataset.column_map.{field}={column}' for field, column in columns.items())}"
         )
-    known = ", ".join(FIELDS)
     return (
-        f"row {number} has the fields {', '.join(row) or 'of no name'}, which are no known row format; known are {known}: name the columns, such as "
-        "dataset.column_map.question=COLUMN dataset.column_map.answer=COLUMN"
+        "name the columns, such as dataset.column_map.question=COLUMN dataset.column_map.answer=COLUMN: "
+        f"row {number} has the fields {_listed(row) or 'of no name'}, which are no known row format (docs/data.md)"
     )
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Names of columns, not so many that a line would be cut."""
+    return textwrap.shorten(", ".join(map(str, names)), 80, placeholder=" ...")
 
 
 # torchtune calls a tool's answer "ipython".
@@ -526,7 +534,8 @@ def check_turns(messages: list[Message]) -> None:
     for number, message in enumerate(messages, start=1):
         if message.role not in allowed[last]:
             expected = " or ".join("tool" if role == "ipython" else role for role in allowed[last])
-            raise UserError(f"its turn {number} is {message.role}'s, expected is {expected}")
+            remedy = "" if last else ": write a request before it, or remove that turn"
+            raise UserError(f"its turn {number} is {message.role}'s, expected is {expected}{remedy}")
         last = message.role
 
 

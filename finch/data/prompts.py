@@ -132,9 +132,11 @@ def around_user_turn(tokenizer: Any) -> tuple[list[int], list[int]]:
     return around_content(one, other)
 
 
-def user_prompt(text: str, tokenizer: Any) -> list[int]:
-    """The tokens before the assistant's answer to one user turn."""
-    return _prompt([Message(role="user", content=text, masked=True)], tokenizer)
+def user_prompt(text: str, tokenizer: Any, before: Sequence[str] = ()) -> list[int]:
+    """The tokens before the assistant's answer to a user turn. ``before``: the turns before it, the user's and the assistant's."""
+    roles = ("user", "assistant")
+    turns = [Message(role=roles[i % 2], content=each, masked=True) for i, each in enumerate((*before, text))]
+    return _prompt(turns, tokenizer)
 
 
 def _prompt(turns: list[Message], tokenizer: Any, **tools: Any) -> list[int]:

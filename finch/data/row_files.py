@@ -18,6 +18,7 @@ import itertools
 import json
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, AnyStr
@@ -179,6 +180,21 @@ def _utf8(content: bytes, file: Path, place: str) -> str:
         raise _not_utf8(file, f"byte 0x{content[error.start]:02x}", "cp1252", place) from error
 
 
+def describe_faults(faults: Mapping[str, Sequence[int]]) -> str:
+    """What is wrong with rows of a file, such as ``is not JSON``, each with its rows, of which ten are named."""
+    texts = []
+    for fault, rows in faults.items():
+        names = ", ".join(map(str, rows[:10])) + (f", ... ({len(rows):,})" if len(rows) > 10 else "")
+        texts.append(f"{'row' if len(rows) == 1 else 'each of the rows'} {names} {fault}")
+    return ", ".join(texts)
+
+
+def _check_faults(faults: Mapping[str, Sequence[int]], file: Path) -> None:
+    if faults:
+        them = "that row" if sum(map(len, faults.values())) == 1 else "them"
+        raise UserError(f"data_files={file}: {describe_faults(faults)}; fix or remove {them}")
+
+
 def _read_csv(content: IO[bytes], file: Path) -> Iterator[str]:
     # The module refuses fields above 128 KiB; rows have a limit of their own here.
     csv.field_size_limit(sys.maxsize)
@@ -196,7 +212,7 @@ def _read_csv(content: IO[bytes], file: Path) -> Iterator[str]:
         yield _END
 
     rows = (cells for cells in csv.reader(lines()) if cells)
-    header = next(rows)
+    header, faults = next(rows), defaultdict[str, list[int]](list)
     if header == [_END]:
         return
     if twice := next((name for name in header if name and header.count(name) > 1), None):
@@ -204,31 +220,33 @@ def _read_csv(content: IO[bytes], file: Path) -> Iterator[str]:
     for number, cells in enumerate(rows, start=1):
         size = 0
         if cells == [_END]:
-            return
+            break
         if _END in cells[-1]:
+            faults["opens a quotation mark that is not closed"].append(number)
             break
         if len(cells) > len(header):
-            raise UserError(f"data_files={file}: row {number} has more fields than the header; fix or remove that row")
+            faults["has more fields than the header"].append(number)
+        if faults:
+            continue
         # A column without a name is the index that pandas writes.
         row = {name: cell or None for name, cell in itertools.zip_longest(header, cells) if name}
         text = json.dumps(row, ensure_ascii=False)
         _utf8(text.encode(errors="surrogateescape"), file, f": row {number}")
         yield text
-    raise UserError(
-        f"data_files={file}: row {max(number, 1)} opens a quotation mark that is not closed; fix or remove that row"
-    )
+    _check_faults(faults, file)
 
 
 def _read_json(content: IO[bytes], file: Path) -> Iterator[str]:
     start = content.tell()
     is_array = next((line.strip() for line in _lines_of(content) if line.strip()), b"").startswith(b"[")
     content.seek(start)
-    for number, (text, row) in enumerate(_array(content, file) if is_array else _lines(content, file), start=1):
-        if not isinstance(row, dict):
-            raise UserError(
-                f"data_files={file}: row {number} is {'null, ' if row is None else ''}not a JSON object, it has no fields; fix or remove that row"
-            )
-        yield text
+    faults: dict[str, list[int]] = defaultdict(list)
+    for number, found in enumerate(_array(content, file) if is_array else _lines(content, file), start=1):
+        if fault := found if isinstance(found, str) else _fault(*found):
+            faults[fault].append(number)
+        elif not faults:
+            yield found[0]
+    _check_faults(faults, file)
 
 
 def _array(content: IO[bytes], file: Path) -> Iterator[tuple[str, Any]]:
@@ -244,11 +262,12 @@ def _array(content: IO[bytes], file: Path) -> Iterator[tuple[str, Any]]:
         rows = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise UserError(f"data_files={file} is not a JSON array ({error}); fix it") from error
-    for number, row in enumerate(rows, start=1):
-        yield _whole(json.dumps(row), row, file, number), row
+    for row in rows:
+        yield json.dumps(row), row
 
 
-def _lines(content: IO[bytes], file: Path) -> Iterator[tuple[str, Any]]:
+def _lines(content: IO[bytes], file: Path) -> Iterator[tuple[str, Any] | str]:
+    """Of each line its text and its row, or why it is none."""
     for number, line in enumerate(filter(bytes.strip, _lines_of(content)), start=1):
         if len(line) == MAX_ROW:
             raise _too_large(file, number)
@@ -256,17 +275,18 @@ def _lines(content: IO[bytes], file: Path) -> Iterator[tuple[str, Any]]:
         try:
             row = json.loads(text, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"data_files={file}: row {number} is not JSON ({error}); fix or remove that row") from error
-        yield _whole(text, row, file, number), row
+            yield f"is not JSON ({getattr(error, 'msg', error)})"
+        else:
+            yield text, row
 
 
-def _whole(text: str, row: Any, file: Path, number: int) -> str:
-    """The text of a row that has no half of a surrogate pair, such as half an emoji; JSON can write one by an escape only."""
+def _fault(text: str, row: Any) -> str | None:
+    """What is wrong with a row: it is no object, or has half of a surrogate pair, such as half an emoji; JSON can write one by an escape only."""
+    if not isinstance(row, dict):
+        return f"is {'null, ' if row is None else ''}not a JSON object, it has no fields"
     if _SURROGATE.search(text) and (half := _SURROGATE_CHARACTER.search(json.dumps(row, ensure_ascii=False))):
-        raise UserError(
-            f"data_files={file}: row {number} has {half.group()!r}, half of a character that is written as two; fix or remove that row"
-        )
-    return text
+        return f"has {half.group()!r}, half of a character that is written as two"
+    return None
 
 
 _SURROGATE, _SURROGATE_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")

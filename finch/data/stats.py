@@ -74,6 +74,17 @@ class DatasetStats:
             rows = BadRows(known.number + rows.number, sorted(known.first + rows.first, key=_by_number)[:NUM_SHOWN])
         self.bad[reason] = rows
 
+    def bad_rows(self, key: str) -> list[str]:
+        """A line for each reason; ``key``: of the config."""
+        lines = []
+        for reason, bad in self.bad.items():
+            if bad.number == 1:
+                lines.append(f"{key}: {bad.first[0]} cannot be used ({reason}); fix or remove that row")
+            else:
+                rows = f"{name_rows(bad.first, bad.number)} of {bad.first[0].source}"
+                lines.append(f"{key}: {bad.number:,} rows cannot be used ({reason}), {rows}; fix or remove them")
+        return lines
+
     @property
     def num_rows(self) -> int:
         """Rows that can be used, in packs as well."""
@@ -134,6 +145,9 @@ def validate_dataset(
         if isinstance(each, UserError):
             raise each
         stats += each
+    if stats.bad:
+        first, *others = stats.bad_rows(samples.key)
+        raise UserError(first + ("; `finch check` lists those with other faults" if others else ""))
     assert samples.lengths is not None
     assert samples.content is not None
     samples.lengths = parallel.all_reduce_sum_(samples.lengths.to(parallel.device)).cpu()  # each row is in one share
@@ -161,12 +175,10 @@ def validate_dataset(
     return stats
 
 
-def collect_stats(
-    samples: Samples, rank: int, ranks: int, max_seq_len: int | None = None, *, keep_bad_rows: bool = False
-) -> DatasetStats:
+def collect_stats(samples: Samples, rank: int, ranks: int, max_seq_len: int | None = None) -> DatasetStats:
     """Statistics of one rank's share of the rows, whose lengths and hashes are kept in ``samples``.
 
-    Raises UserError for a row that cannot be read or tokenized; with ``keep_bad_rows`` such rows are listed in the statistics instead.
+    Rows that cannot be read or tokenized are listed in the statistics.
     """
     stats = DatasetStats()
     for data in _row_parts(samples):
@@ -176,8 +188,6 @@ def collect_stats(
         try:
             sample = samples.arrays(index)
         except UserError as error:
-            if not keep_bad_rows:
-                raise
             # The error of the library, without the sentence about the row that ``Samples`` has put around it.
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             stats.add_bad(samples.reason(index, cause), BadRows(1, [samples.row(index)]))

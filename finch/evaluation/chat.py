@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from finch.weights.files import ADAPTER_CONFIG, check_export
 from finch.weights.huggingface import HuggingFaceFolder
 from finch.weights.peft import merge_adapter
 
+CLEAR = "/clear"
 _UNUSED = (*UNUSED, "dataset", "dataset_validation", "collate_fn", "loss", "probes", "forgetting_budget", "select_by")
 
 
@@ -82,12 +84,15 @@ class Chat:
             self._models = [self._load(each) for each in (pretrained, folder)]
         self._limit = context_limit(getattr(self._models[0].decoder, "max_seq_len", None), self._tokenizer)
 
-    def answers(self, prompt: str) -> list[str]:
-        """The pretrained and the tuned model's. Raises UserError for a prompt that leaves no room for one."""
-        tokens = user_prompt(prompt, self._tokenizer)
-        room = self._max_new_tokens if self._limit is None else min(self._max_new_tokens, self._limit - len(tokens))
+    def answers(self, prompt: str, before: Sequence[Sequence[str]] = ((), ())) -> list[str]:
+        """The pretrained and the tuned model's; ``before``: of each the prompts and answers before. Raises UserError for one that leaves no room."""
+        prompts = [user_prompt(prompt, self._tokenizer, turns) for turns in before]
+        length = max(map(len, prompts))
+        room = self._max_new_tokens if self._limit is None else min(self._max_new_tokens, self._limit - length)
         if room < 1:
-            raise UserError(f"the prompt has {len(tokens)} tokens, the context {self._limit}; give a shorter one")
+            raise UserError(
+                f"the prompt has {length} tokens, the context {self._limit}; give a shorter one, or type {CLEAR}"
+            )
         is_own, ends = isinstance(self._tokenizer, ChatTokenizer), stop_tokens(self._tokenizer)
         known = math.inf if is_own else getattr(self._tokenizer, "vocab_size", math.inf)  # a model may have more
         options: dict[str, Any] = {
@@ -96,7 +101,7 @@ class Chat:
             "parallel": self._place,
         }
         texts = []
-        for model in self._models:
+        for model, tokens in zip(self._models, prompts, strict=True):
             [answer] = generate(model, [tokens], uniform_draws(1, room, 0), self._temperature, ends, **options)
             shown = [token for token in answer["tokens"] if token not in ends and token < known]
             texts.append(self._tokenizer.decode(shown).strip())
@@ -109,13 +114,25 @@ class Chat:
 
 
 def talk(chat: Chat, prompt: str | None, console: Console) -> None:
-    """Answers ``prompt``, or what is typed until an empty line or the end of the input."""
+    """Answers ``prompt``, or what is typed until an empty line or the end of the input: a conversation, which ``/clear`` starts anew."""
+    before: tuple[list[str], list[str]] = ([], [])
     while prompt is None or prompt:
         text = prompt if prompt is not None else _typed(console)
         if not text:
             return
-        with torch.no_grad():
-            base, tuned = chat.answers(text)
+        if text == CLEAR:
+            before = ([], [])
+            continue
+        try:
+            with torch.no_grad():
+                base, tuned = answers = chat.answers(text, before)
+        except UserError as error:
+            if prompt is not None:
+                raise
+            console.print(Text(printable(str(error))))
+            continue
+        for turns, answer in zip(before, answers, strict=True):
+            turns += [text, answer]
         is_piped = prompt is None and not sys.stdin.isatty()  # nobody sees what was typed
         title = Text(printable(f"prompt> {text}")) if is_piped else None
         table = Table("pretrained", "tuned", expand=True, title=title, title_justify="left", title_style="bold")

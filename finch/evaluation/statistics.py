@@ -24,7 +24,7 @@ RESAMPLES = 10_000
 CONFIDENCE = 0.95
 Z = float(norm.ppf(0.5 + CONFIDENCE / 2))
 """Half of a 95% interval of a normal distribution, in standard deviations."""
-CALIBRATION_BINS = 10
+CALIBRATION_BINS, FEW_DOCUMENTS = 10, 100
 MCNEMAR, SIGN_FLIP = "exact McNemar", "sign-flip permutation"
 
 Array = NDArray[np.float64]

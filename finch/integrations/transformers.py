@@ -81,7 +81,8 @@ class FinchCallback(TrainerCallback):
         init: where the moving average starts, in nats: ``"dataset"``, the model's mean loss over the training rows, by one pass before the
             first step, as in the paper; ``"first_batch"``; or a number.
         eta_base: learning rate at a loss of 1 nat; None takes the first param group's, ``TrainingArguments.learning_rate``.
-        ema, eps, warmup_steps, on_nonfinite, max_nonfinite: see :class:`finch.FinchLR`.
+        warmup_steps: 0 takes those of TrainingArguments, ``warmup_steps`` or ``warmup_ratio``.
+        ema, eps, on_nonfinite, max_nonfinite: see :class:`finch.FinchLR`.
         compute_loss_func: the :class:`ObjectiveLoss` that the Trainer was given, if any.
         check_loss: end the run after the first step if the Trainer's loss is not the mean over target tokens, since FINCH follows
             that mean. False for a loss that differs on purpose.
@@ -143,7 +144,8 @@ class FinchCallback(TrainerCallback):
             logger.info(f"FINCH: mean loss before training {init:.4f} nats over {num_targets:,} target tokens")
         # Accelerate's wrapper hides what the optimizer supports.
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
-        self.schedule = FinchLR(optimizer, init=init, **self._options)
+        warmup = self._options["warmup_steps"] or args.get_warmup_steps(state.max_steps)
+        self.schedule = FinchLR(optimizer, init=init, **{**self._options, "warmup_steps": warmup})
         is_warned = (self.schedule.ema_loss or 1.0) < 1.0  # by FinchLR
         if self.schedule.eta_base == self.schedule.eta_max == ETA_MAX and not is_warned:
             logger.warning(
@@ -702,7 +704,7 @@ class _AddLabels:
         return batch
 
 
-_CONSTANT = "FINCH is the only one to set the learning rate; pass TrainingArguments(lr_scheduler_type='constant') and no scheduler object; for warm-up FinchCallback(warmup_steps=)"
+_CONSTANT = "FINCH is the only one to set the learning rate; pass TrainingArguments(lr_scheduler_type='constant') and no scheduler object; for warm-up TrainingArguments(warmup_steps=)"
 
 
 def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:

@@ -200,6 +200,11 @@ class FinchLR:
     def last_epoch(self, value: int) -> None:
         raise TypeError(f"FinchLR cannot be a part of torch's {_COMBINED}, which step without a loss: {_WARM_UP}")
 
+    @property
+    def capped_below(self) -> float:
+        """The loss in nats below which the rate is eta_max."""
+        return (self.eta_base / self.eta_max) ** 2 - self.eps
+
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={getattr(self, name):g}" for name in (*_HYPERPARAMETERS, "last_epoch"))
         return f"FinchLR({values}, lr={float(self._eta):g})"
@@ -358,7 +363,7 @@ class FinchLR:
         self._groups.set_lr(eta)
 
     def _warn_of_constant_rate(self, init: float | str, stacklevel: int) -> None:
-        limit = (self.eta_base / self.eta_max) ** 2 - self.eps  # in nats; the cap takes over below it
+        limit = self.capped_below
         # Without a first loss, 1 nat: where eta_base itself is above the cap.
         if self._warns_of_cap and (1.0 if isinstance(init, str) else init) <= limit:
             self._warns_of_cap = False

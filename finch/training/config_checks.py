@@ -41,11 +41,16 @@ def check(cfg: DictConfig, device: torch.device, ranks: int | None = None) -> No
 
 
 def check_schedule(cfg: DictConfig) -> str | None:
-    """Builds a loss-dependent schedule on a dummy optimizer, so that wrong arguments fail early; returns its warning, which the run repeats with
-    the dataset's loss. Raises UserError if an argument is out of its range, or optimizer.lr is not above 0."""
+    """Builds the loss-dependent schedule, so that wrong arguments fail early; returns its warning, which the run repeats with the dataset's loss.
+    Raises UserError if an argument is out of its range, or optimizer.lr is not above 0."""
+    return _dummy_schedule(cfg)[1]
+
+
+def _dummy_schedule(cfg: DictConfig) -> tuple[FinchLR | ReplayLR | None, str | None]:
+    """A loss-dependent schedule on a dummy optimizer, and its warning."""
     kind = loss_schedule(cfg)
     if kind is None:
-        return None
+        return None, None
     eta_base = cfg.optimizer.get("lr")
     if not isinstance(eta_base, (int, float)) or eta_base <= 0:
         raise UserError(
@@ -56,8 +61,14 @@ def check_schedule(cfg: DictConfig) -> str | None:
         # The dataset's loss is not known yet, and the other arguments do not depend on it.
         node["init"] = "first_batch"
     with warnings.catch_warnings(record=True, action="always") as caught:
-        build(node, "lr_scheduler", torch.optim.SGD([torch.zeros(1)], lr=float(eta_base)))
-    return finch_warning(caught[0].message) if caught else None
+        schedule = build(node, "lr_scheduler", torch.optim.SGD([torch.zeros(1)], lr=float(eta_base)))
+    return schedule, finch_warning(caught[0].message) if caught else None
+
+
+def describe_cap(cfg: DictConfig) -> str:
+    """Below which loss FINCH is at its cap; empty for another schedule. Raises UserError as ``check_schedule``."""
+    schedule = _dummy_schedule(cfg)[0]
+    return f"below {schedule.capped_below:.2g} nats" if isinstance(schedule, FinchLR) else ""
 
 
 def check_replay(cfg: DictConfig, num_steps: int) -> None:

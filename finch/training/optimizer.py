@@ -257,7 +257,7 @@ def build_schedule(
     start = f", EMA starts at {init:.4f} nats" if isinstance(init, float) else ""
     logger.info(
         f"FINCH: eta_base {finch.eta_base:g}, eta_max {finch.eta_max:g} "
-        f"(reached below {(finch.eta_base / finch.eta_max) ** 2:.2g} nats), ema {finch.ema:g}{start}"
+        f"(reached below {finch.capped_below:.2g} nats), ema {finch.ema:g}{start}"
     )
     return finch
 

@@ -32,6 +32,10 @@ _HARDLY_FELL = 0.95
 class Summary(Hook):
     """Draws the losses after each epoch, and logs the summary at the end; on one rank."""
 
+    def __init__(self) -> None:
+        if missing := extras.missing_after_training():
+            logger.info(missing)
+
     def start(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
@@ -103,9 +107,8 @@ def learning(steps: Sequence[Mapping[str, Any]], pretrained: float | None) -> li
         return []
     losses = [line["loss"] for line in steps]
     lines = [f"loss {losses[0]:.4f} nats at step {steps[0]['step']}, {losses[-1]:.4f} at step {steps[-1]['step']}"]
-    is_capped = [line["lr_is_capped"] for line in steps if line.get("ema_loss") is not None]
-    if any(is_capped):  # there its rate does not follow the loss
-        lines.append(f"FINCH was at its cap, lr_scheduler.eta_max, in {fmean(is_capped):.0%} of the steps")
+    if share := run_files.capped_share(steps):  # there its rate does not follow the loss
+        lines.append(f"FINCH was at its cap, lr_scheduler.eta_max, in {share:.0%} of the steps")
     last, first = (_mean_loss(steps, epoch) for epoch in (steps[-1]["epoch"], steps[0]["epoch"]))
     before = pretrained if pretrained is not None else first if steps[0]["epoch"] < steps[-1]["epoch"] else None
     ratio = 0.0 if before is None else last / max(before, 1e-12)

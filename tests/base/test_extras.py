@@ -1,11 +1,47 @@
 """What does not go together among optional packages."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from finch.base import extras
 from finch.base.extras import peft_conflict, version
+
+
+@pytest.mark.parametrize(
+    ("made_from", "command"),
+    [
+        ({"url": "file://{folder}/a%20b", "dir_info": {"editable": True}}, "pip install -e '{folder}/a b[hf,report]'"),
+        ({"url": "file://{folder}/a%20b", "dir_info": {}}, "pip install '{folder}/a b[hf,report]'"),
+        ({"url": "file://{folder}/f.whl", "archive_info": {}}, "pip install '{folder}/f.whl[hf,report]'"),
+        ({"url": "file://{folder}/gone.whl", "archive_info": {}}, "pip install 'finch-finetune[hf,report]'"),
+        (None, "pip install 'finch-finetune[hf,report]'"),
+    ],
+)
+def test_install_command_is_of_the_checkout_or_wheel(tmp_path, monkeypatch, made_from, command):
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "f.whl").touch()
+    text = None if made_from is None else json.dumps(made_from).replace("{folder}", str(tmp_path))
+    monkeypatch.setattr(extras.metadata, "distribution", lambda _: mock.Mock(read_text=lambda _: text))
+    assert extras.install_command("hf", "report") == command.replace("{folder}", str(tmp_path))
+    if "a b" in command:
+        monkeypatch.chdir(tmp_path / "a b")
+        assert extras.install_command("hf") == command.replace("{folder}/a b[hf,report]", ".[hf]")
+
+
+def test_what_no_package_is_there_for_is_said_before_training(monkeypatch):
+    assert extras.missing_after_training() is None
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    line = extras.missing_after_training()
+    start = "without matplotlib, lm_eval RUN/loss.png is not drawn and finch evaluate will not start: pip install "
+    assert line.startswith(start)
+    assert line.endswith("[report,evaluate]'")
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "lm_eval" else Path)
+    assert extras.missing_after_training().startswith("without lm_eval finch evaluate will not start: ")
 
 
 @pytest.mark.parametrize(

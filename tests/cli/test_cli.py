@@ -179,13 +179,13 @@ def test_doctor_names_problems_and_their_fixes(doctor_says, monkeypatch):
     assert "problem: 1 GB are free here" in out
     assert out.count("problem: ") == 3
     assert re.search(r"^torchtune +installed +the recipes, and", out, re.MULTILINE)
-    assert re.search(r"^wandb +pip install 'finch-finetune\[wandb\]' +metric_logger=", out, re.MULTILINE)
+    assert re.search(r"^wandb +pip install .*\[wandb\]' +metric_logger=wandb$", out, re.MULTILINE)
     assert "tomli" not in out
     versions["torchtune"] = None  # without it the packages of its extra are of no concern
     _, out = doctor_says()
     assert out.count("problem: ") == 1
     assert "torchao" not in out
-    assert re.search(r"^torchtune +pip install 'finch-finetune\[torchtune\]' +the recipes, and", out, re.MULTILINE)
+    assert re.search(r"^torchtune +pip install .*\[torchtune\]' +the recipes, and", out, re.MULTILINE)
 
 
 def test_doctor_says_what_every_extra_is_for():

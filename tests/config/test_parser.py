@@ -52,6 +52,28 @@ def test_what_ranks_load_is_what_was_read(file, tmp_path):
     assert (again.dataset.column_map.input, again.metric_logger.key) == ("${x}", "s3cret")
 
 
+@pytest.mark.parametrize(
+    "block", [None, {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": "x"}]
+)
+def test_a_metric_logger_is_one_word(file, block):
+    """Its files lie in RUN/logs, unless the command line says otherwise."""
+    path = file(metric_logger=block, output_dir="runs/${seed}", seed=3)
+    for word, name in (("wandb", "WandBLogger"), ("tensorboard", "TensorBoardLogger")):
+        component = f"torchtune.training.metric_logging.{name}"
+        cfg = read(["--config", path, f"metric_logger={word}", "metric_logger.project=mine"])
+        assert cfg.metric_logger == {"_component_": component, "log_dir": "runs/3/logs", "project": "mine"}
+        cfg = read(["--config", path, f"metric_logger={word}", "metric_logger.log_dir=y"])
+        assert cfg.metric_logger == {"_component_": component, "log_dir": "y"}
+
+
+@pytest.mark.parametrize("key", ["max_seq_len", "max_length"])
+def test_length_of_rows_is_the_tokenizers(file, key):
+    """Unless the file has a key of that name."""
+    assert read(["--config", file(), f"{key}=17"]).tokenizer.max_seq_len == 17
+    tokenizer = {**MINIMAL["tokenizer"], "max_seq_len": f"${{{key}}}"}
+    assert read(["--config", file(tokenizer=tokenizer, **{key: 5}), f"{key}=17"])[key] == 17
+
+
 @pytest.mark.parametrize("override", ["~lr_scheduler", "lr_scheduler=null"])
 def test_read_removes_a_block(file, override):
     assert read([f"--config={file(lr_scheduler=FINCH)}", override], FullFinetuneKeys).lr_scheduler is None

@@ -1,7 +1,7 @@
 import pytest
 from helpers.rows import openai, sharegpt
 
-from finch.base.errors import UserError
+from finch.base.errors import UserError, one_line
 from finch.data.formats import detect, detect_columns
 
 TURNS = openai(("user", "a"), ("assistant", "b"))
@@ -56,11 +56,30 @@ def test_detect_column_map_gives_the_format(write):
         ([{"messages": TURNS}, {"messages": SHAREGPT}], "row 2 is ShareGPT conversations .* before it are messages"),
         ([QA, '{"question": '], "row 2 is not JSON"),
         ([QA, "[1]"], "row 2 is not a JSON object"),
-        (["[1, 2]"], "row 1 is not a JSON object"),
+        (["[1, 2]"], "each of the rows 1, 2 is not a JSON object"),
         (["[1, 2"], "is not a JSON array"),
         ([QA, "[" * 3000], r"row 2 is not JSON \(maximum recursion depth"),
         ([QA, b'{"question": "\xe9t\xe9", "answer": "a"}'], r"is not UTF-8 \(byte 0xe9\), perhaps cp1252; write it"),
-        ([{"Frage": "a"}], r"row 1 has the fields Frage, which are no known row format; .*column_map.question=COLUMN"),
+        (
+            [{"Frage": "a"}],
+            r"jsonl: name the columns, such as dataset.column_map.question=COLUMN .*: row 1 has the fields Frage, which are no known row format",
+        ),
+        (
+            [{f"column {i}": "a" for i in range(99)}],
+            r"row 1 has the fields column 0, column 1, .*, column \d, .*\.\.\., which are no known row format .docs/data.md.$",
+        ),
+        (
+            [QA, "[1]", *["{"] * 12, "null", QA],
+            r"each of the rows 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, ... \(12\) is not JSON \(Expe",
+        ),
+        (
+            [QA, "[1]", "{", "null"],
+            r"row 2 is not a JSON object, it has no fields, row 3 is not JSON \(.*\), row 4 is null, .* fix or remove them",
+        ),
+        (
+            [QA, PROMPT, QA, PROMPT],
+            "each of the rows 2, 4 is prompt/completion, the rows before it are question/answer",
+        ),
         (
             [{"prompt": "a", "chosen": "b", "rejected": "c"}],
             r"these are preferences, .*dataset.column_map.completion=chosen",
@@ -80,7 +99,7 @@ def test_detect_column_map_gives_the_format(write):
 def test_detect_bad_rows_raise(write, rows, message):
     with pytest.raises(UserError, match=message) as raised:
         detect(write(*rows))
-    assert "\n" not in str(raised.value)
+    assert one_line(str(raised.value)) == str(raised.value)  # whole
 
 
 def test_detect_bad_paths_raise(write, tmp_path):
@@ -106,7 +125,7 @@ def test_row_that_lacks_a_field_is_left_to_the_dataset(write):
     ("row", "format", "message"),
     [
         (PROMPT, "question_answer", r"=question_answer, but the rows look like prompt/completion; set"),
-        ({"Frage": "a"}, "text", r"=text needs a column 'text', the rows have Frage; name it: .*text=COLUMN"),
+        ({"Frage": "a"}, "text", r"=text needs a column 'text'; name it: .*text=COLUMN; the rows have Frage"),
         (PROMPT, "chat", r"=chat must be one of auto, messages"),
     ],
 )

@@ -260,7 +260,7 @@ def test_rows_tokenized_at_once_are_those_tokenized_one_by_one(write, chat_token
 def test_a_row_that_breaks_its_batch_is_named(write, chat_tokenizer):
     rows = [{"messages": openai(("user", "a"), ("assistant", "b"))}, {"messages": [{"role": ["x"], "content": "a"}]}]
     samples = rows_helper.load(chat_tokenizer, write(*rows, rows[0]), format="messages")
-    stats = collect_stats(samples, 0, 1, keep_bad_rows=True)
+    stats = collect_stats(samples, 0, 1)
     assert stats.num_rows == 2
     [(reason, bad)] = stats.bad.items()
     assert reason.startswith("TypeError: unhashable")

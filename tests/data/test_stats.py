@@ -64,18 +64,20 @@ def test_held_out_rows_keep_their_numbers(load, tokenizer, split_by, packed):
 def test_bad_rows_are_listed_with_reasons(load):
     bad = {"messages": openai(("user", SHORT), ("robot", SHORT))}
     samples = load(*[FORMATS["messages"](SHORT), bad] * 15, {"messages": None})
-    with pytest.raises(UserError, match="row 2 of"):
-        collect_stats(samples, 0, 1)
-    stats = collect_stats(samples, 0, 1, keep_bad_rows=True)
+    with pytest.raises(
+        UserError, match=r"15 rows .*, rows 2, 4, 6, .* them; `finch check` lists those with other faults$"
+    ):
+        validate_dataset(samples, None, Parallel(torch.device("cpu")))
+    stats = collect_stats(samples, 0, 1)
     assert (stats.num_rows, stats.num_bad) == (15, 16)
     (reason, role), (_, null) = stats.bad.items()
     assert reason.startswith("its turn 2 has the unknown role 'robot'")
     assert (role.number, [row.number for row in role.first]) == (15, [2, 4, 6])
     assert (null.number, [row.number for row in null.first]) == (1, [31])
-    last = collect_stats(samples, 30, 31, keep_bad_rows=True)
+    last = collect_stats(samples, 30, 31)
     assert list(last.bad) == ["its field 'messages' is missing or null"]
     for ranks in (2, 3):
-        shares = (collect_stats(samples, rank, ranks, keep_bad_rows=True) for rank in range(ranks))
+        shares = (collect_stats(samples, rank, ranks) for rank in range(ranks))
         assert sum(shares, DatasetStats()) == stats
 
 

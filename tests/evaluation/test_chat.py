@@ -2,6 +2,7 @@
 
 import io
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from helpers.runs import LORA, LORA_MODEL, finch
 from omegaconf import OmegaConf
 from rich.console import Console
 from torchtune.config import instantiate
+from torchtune.data import Message
 from transformers import AutoModelForCausalLM
 
 from finch.base.errors import UserError
@@ -53,9 +55,37 @@ def test_answers_are_those_of_transformers(run, base_folder, capsys, monkeypatch
     assert text.split() == table.split()
 
 
+def test_turns_are_kept_until_they_are_cleared(run, base_folder, monkeypatch):
+    chat = Chat(run, None, **OPTIONS)
+    asked: list = []
+
+    def answers(prompt, before):
+        found = Chat.answers(chat, prompt, before)
+        asked.append((prompt, [list(turns) for turns in before]))
+        return found
+
+    console = Console(file=io.StringIO(), width=80)
+    typed = iter([PROMPT, "bird " * 500, "and the sea", "/clear", "and the sea", ""])
+    monkeypatch.setattr(console, "input", lambda _: next(typed))
+    talk(SimpleNamespace(answers=answers), None, console)
+    assert "give a shorter one, or type /clear" in " ".join(console.file.getvalue().split())  # and the chat goes on
+    first = [greedy(base_folder, run), greedy(run / "epoch_0", run)]
+    assert asked == [
+        (PROMPT, [[], []]),
+        ("and the sea", [[PROMPT, first[0]], [PROMPT, first[1]]]),
+        ("and the sea", [[], []]),
+    ]
+    tokenizer = instantiate(OmegaConf.load(run / "config.yaml").tokenizer)
+    turns = [Message(role="user", content=PROMPT), Message(role="assistant", content=first[1])]
+    turns += [Message(role="user", content="and the sea"), Message(role="assistant", content="a bird")]
+    rendered, prompt = tokenizer({"messages": turns})["tokens"], user_prompt("and the sea", tokenizer, asked[1][1][1])
+    assert prompt == rendered[: len(prompt)]
+    assert tokenizer.decode(rendered[len(prompt) :]).split() == ["a", "bird"]
+
+
 def test_control_characters_are_shown_escaped(capsys):
     class Model:
-        def answers(self, _):
+        def answers(self, *_):
             return "a\x1b[2J\x9b1m\u202eb", "c\nd\ue000\u200d"
 
     talk(Model(), "p", Console(width=80))

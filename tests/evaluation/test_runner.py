@@ -70,6 +70,7 @@ def test_results_say_what_was_measured(evaluate, base_folder, tuned_folder, tmp_
     base_file = only(tmp_path, "out/base-*/forgetting.json")
     base, written = read_result(base_file), base_file.stat().st_mtime_ns
     printed = evaluate("--tuned", tuned_folder)
+    assert "Caution: fewer than 100 documents, so rough intervals: hellaswag (12), winogrande (12)." in printed
     assert f"{base_file} is reused: hellaswag, winogrande" in printed
     assert base_file.stat().st_mtime_ns == written
     path = only(tmp_path, "out/tuned-*/forgetting.json")

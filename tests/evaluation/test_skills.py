@@ -209,7 +209,8 @@ def test_command_prints_tables_or_json_and_is_a_gate(folders, tmp_path, capsys):
         ],
     ]
     assert sorted(line[0] for line in lines[3:5]) == ["code", "talk"]
-    assert out.splitlines()[5].endswith("skills.html")
+    assert out.splitlines()[5].startswith("Caution: fewer than 100 documents, so rough intervals: ")
+    assert out.splitlines()[6].endswith("skills.html")
     code, out, err = finch(capsys, *given, "--json", "--max-kl", "0.001", "--max-drop", "100")
     (model,) = json.loads(out)
     assert code == 3

@@ -75,6 +75,10 @@ def test_warmup_and_defaults(tmp_path, caplog):
     assert logged(warm, "learning_rate") == pytest.approx(
         [a * b for a, b in zip(shares, expected, strict=True)], rel=1e-6
     )
+    # The Trainer's own keys do the same; FinchCallback's comes first.
+    for callback, steps in ((finch(), 4), (finch(), 0.6), (finch(warmup_steps=4), 2)):
+        again = train(tmp_path / "again", callback, warmup_steps=steps)
+        assert logged(again, "learning_rate") == logged(warm, "learning_rate")
     assert not caplog.records
     rate = TrainingArguments(str(tmp_path)).learning_rate
     callback = FinchCallback()

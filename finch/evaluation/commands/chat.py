@@ -12,7 +12,8 @@ from finch.evaluation.commands.arguments import add_run, find_models
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser, "the run's folder, or its average")
-    parser.add_argument("--prompt", metavar="TEXT", help="answer this one and end; default: those that are typed")
+    text = "answer this one and end; default: those that are typed, a conversation; /clear starts a new one"
+    parser.add_argument("--prompt", metavar="TEXT", help=text)
     text = "of an answer (default: 256)"
     parser.add_argument("--max-new-tokens", type=positive(int), default=256, metavar="N", help=text)
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, the likeliest tokens")

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -179,7 +179,9 @@ def _skills(parsed: argparse.Namespace) -> None:
         print(json.dumps(as_json(labels(tuned), found), indent=2))
     else:
         for label, output, skills in zip(labels(tuned), outputs, found, strict=True):
-            print(printable(f"\n{label}\n{aligned(table(skills, by_text))}"))
+            few = few_documents({each.skill: each.n for each in skills})
+            print(printable("
+".join(["", label, aligned(table(skills, by_text)), *few])))
             print(printable(f"Answers side by side: {write_page(output, label, skills, by_text)}"))
     problems = [
         f"{label}: {line}"
@@ -278,7 +280,16 @@ def _table(models: Sequence[str], results: Sequence[tuple[Path, SuiteResult]], t
                 margin = "" if math.isnan(measured.low) else f"±{50 * (measured.high - measured.low):.1f}"
             first, last = ([name, metric], _percent(task.chance)) if is_base else (["", ""], "")
             rows.append([*first, model, _percent(task.score), delta, margin, str(number), last])
-    return "\n".join([aligned(rows), "", *(f"{name}: {base.tasks[name].definition}" for name in tasks)])
+    few = few_documents({name: base.tasks[name].n for name in tasks})
+    return "\n".join([aligned(rows), *few, "", *(f"{name}: {base.tasks[name].definition}" for name in tasks)])
+
+
+def few_documents(numbers: Mapping[str, int]) -> list[str]:
+    """A caution where a task has few documents, in a list."""
+    from finch.evaluation.statistics import FEW_DOCUMENTS
+
+    few = [f"{name} ({number})" for name, number in numbers.items() if number < FEW_DOCUMENTS]
+    return [f"Caution: fewer than {FEW_DOCUMENTS} documents, so rough intervals: {', '.join(few)}."] if few else []
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

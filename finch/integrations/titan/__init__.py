@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from finch.base.errors import UserError
+from finch.base.extras import install_command
 
 if TYPE_CHECKING:
     from finch.integrations.titan.lr_scheduler import FinchLRSchedulersContainer as FinchLRSchedulersContainer
@@ -25,7 +26,6 @@ _LAZY = {
     "to_finch_config": "finch.integrations.titan.trainer",
 }
 _LOWEST, _BELOW = (0, 3), (0, 4)  # the versions of TorchTitan whose interfaces are used, as in pyproject.toml
-_INSTALL = "pip install 'finch-finetune[titan]'"
 
 __all__ = ["FinchLRSchedulersContainer", "FinchTrainer", "to_finch_config"]
 
@@ -43,8 +43,10 @@ def check_version() -> None:
     try:
         installed = version("torchtitan")
     except PackageNotFoundError as error:
-        raise UserError(f"finch.titan needs torchtitan, which is not installed: {_INSTALL}") from error
+        raise UserError(f"finch.titan needs torchtitan, which is not installed: {install_command('titan')}") from error
     release = tuple(int(part) if part.isdigit() else -1 for part in installed.split(".")[:2])
     if not _LOWEST <= release < _BELOW:
         lowest, below = (".".join(map(str, bound)) for bound in (_LOWEST, _BELOW))
-        raise UserError(f"torchtitan={installed} is not supported: finch.titan needs >={lowest},<{below}: {_INSTALL}")
+        raise UserError(
+            f"torchtitan={installed} is not supported: finch.titan needs >={lowest},<{below}: {install_command('titan')}"
+        )

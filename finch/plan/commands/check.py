@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finch.base.errors import UserError, one_line
+from finch.base.extras import missing_after_training
 from finch.base.files import existing_part, gigabytes
 from finch.cli.early_checks import build_model, config_checks, device_of, machine_checks, only_errors_logged, read_job
 from finch.cli.run import number_of_ranks, parse_arguments
@@ -176,7 +177,7 @@ class Report:
         samples = load_dataset(cfg, key, tokenizer)
         if key == "dataset":
             self._mixture = mix(cfg, samples, cfg.seed or 0)
-        stats = statistics.collect_stats(samples, 0, 1, limit, keep_bad_rows=True)
+        stats = statistics.collect_stats(samples, 0, 1, limit)
         node: Any = cfg[key]
         packs = f" in {len(samples):,} packs" if samples.packed else ""
         kind = f"format {node['format']}, " if isinstance(node, Mapping) and node.get("format") else ""
@@ -208,12 +209,8 @@ class Report:
             )
         if not stats.bad:
             self._refuse_replayed(key, samples)
-        for reason, bad in stats.bad.items():
-            if bad.number == 1:
-                self._problem(f"{key}: {bad.first[0]} cannot be used ({reason}); fix or remove that row")
-            else:
-                rows = f"{name_rows(bad.first, bad.number)} of {bad.first[0].source}"
-                self._problem(f"{key}: {bad.number:,} rows cannot be used ({reason}), {rows}; fix or remove them")
+        for problem in stats.bad_rows(key):
+            self._problem(problem)
         if key == "dataset" and not stats.bad and len(samples):
             self._print(f"first row, its targets in «»: {rendered(samples[samples.rows[0]], tokenizer)}")
             most = statistics.row_with_most_answers(samples)
@@ -301,18 +298,19 @@ class Report:
             self._print(f"metrics.jsonl: {steps:,} lines")
         if use.total > free:
             self._print(f"the complete run needs about {gigabytes(use.total)}, more than is free")
+        if missing := missing_after_training():
+            self._print(missing)
         check_disk_room(cfg, decoder)
 
     def _estimate_memory(
         self, recipe: str, cfg: DictConfig, decoder: Any, samples: Any, stats: DatasetStats | None
     ) -> None:
         from finch.plan.estimate.fake_step import HOST_PARTS, estimate_step
-        from finch.plan.estimate.formula import Rows, memory_by_formula
+        from finch.plan.estimate.formula import longest_row, memory_by_formula
 
         if stats is None or not stats.num_rows:
             return
-        seq = len(samples[0]["tokens"]) if samples.packed else stats.max_length
-        rows = Rows(seq, max(1, round(seq * stats.num_targets / sum(stats.lengths))))
+        rows = longest_row(samples, stats)
         parts, peak, method = None, 0, "computed on fake tensors"
         if len(decoder.layers) <= _MAX_FAKE_LAYERS:
             with contextlib.suppress(UserError):  # a component needs the values of tensors
@@ -323,7 +321,7 @@ class Report:
             peak, method = parts.pop("peak"), "by a formula; `finch check --exact` takes longer and is closer"
         shards = max(1, self._ranks // cfg.data_parallel_replicate_dim)
         self._print(
-            f"an estimate per rank on {device_of(cfg).type}, for {cfg.batch_size} rows of {seq} tokens, {cfg.dtype}"
+            f"an estimate per rank on {device_of(cfg).type}, for {cfg.batch_size} rows of {rows.seq} tokens, {cfg.dtype}"
             + (f", weights divided over {shards} ranks" if shards > 1 else "")
             + f", {method}"
         )
@@ -365,8 +363,12 @@ class Report:
 def _rates(cfg: DictConfig, key: str) -> str:
     if key == "optimizer":
         return f", lr {format_value(cfg.optimizer.get('lr'))}"
-    cap = cfg[key].get("eta_max")
-    return "" if cap is None else f", eta_max {format_value(cap)}"
+    from finch.training.config_checks import describe_cap
+
+    cap, below = cfg[key].get("eta_max"), ""
+    with contextlib.suppress(UserError):  # a problem that the checks name
+        below = describe_cap(cfg) if key == "lr_scheduler" else ""
+    return ("" if cap is None else f", eta_max {format_value(cap)}") + (f", at its cap {below}" if below else "")
 
 
 def _share(part: int, total: int) -> str:

@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from finch.base.extras import peft_conflict
+from finch.base.extras import DISTRIBUTION, install_command, peft_conflict
 from finch.base.extras import version as _version
 from finch.base.log import quiet_dependencies
 
-DISTRIBUTION = "finch-finetune"
 CONTRIBUTOR_EXTRA = "dev"
 PURPOSES = {
     "torchtune": "the recipes, and the commands that read configs or weights",
@@ -25,9 +24,10 @@ PURPOSES = {
     "hf": "finch.integrations.transformers: FINCH in transformers' Trainer and TRL's SFTTrainer",
     "lightning": "finch.integrations.lightning",
     "titan": "finch.titan: FINCH inside TorchTitan",
-    "wandb": "metric_logger=torchtune.training.metric_logging.WandBLogger",
+    "wandb": "metric_logger=wandb",
     "docs": "make docs: the site, in a checkout",
-    "tensorboard": "metric_logger=torchtune.training.metric_logging.TensorBoardLogger",
+    "tensorboard": "metric_logger=tensorboard",
+    "all": "all of these but lightning, titan, docs and bitsandbytes",
     "bitsandbytes": "the 8-bit optimizers of bitsandbytes, which torchtune's configs name",
 }
 """What each extra of pyproject.toml is for."""
@@ -93,7 +93,7 @@ def _package_problems(extras: list[str]) -> Iterator[str]:
         if not own or extra == CONTRIBUTOR_EXTRA:
             continue
         is_used = _version(_FOR.get(extra, extra)) is not None
-        state = "installed" if is_used else f"pip install '{DISTRIBUTION}[{extra}]'"
+        state = "installed" if is_used else install_command(extra)
         extras.append(f"{extra:<12} {state:<40} {PURPOSES.get(extra, '')}".rstrip())
         for name, specifier in own.items() if is_used else ():
             needed[name] = needed.get(name, SpecifierSet()) & specifier
@@ -140,7 +140,7 @@ def _slow_problems() -> Iterator[str]:
             import torchtune  # noqa: F401
         except Exception as error:
             reason = " ".join(str(error).split())[:150]
-            yield f"torchtune does not import ({reason}): pip install --force-reinstall '{DISTRIBUTION}[torchtune]'"
+            yield f"torchtune does not import ({reason}): {install_command('torchtune')} --force-reinstall"
     for package, *command in (["torch", "torch.utils.collect_env"], ["pip", "pip", "check"]):
         if _version(package):
             print(f"\npython -m {' '.join(command)}", flush=True)

@@ -1,8 +1,9 @@
-"""`finch check --exact`: what a step of a config takes on given ranks, from that step on fake tensors. Needs no weights, rows or GPU."""
+"""`finch check --exact`: what a step of a config takes on given ranks, from that step on fake tensors. Needs no weights and no GPU."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,8 +53,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rates", metavar="FILE", help="the GPU's rates, which give the time: gpu_check.json of finch doctor --gpu")
     for option, text, _ in _LIMITS.values():
         add(option, type=positive(float), metavar="R", help=text)
-    add("--seq", type=positive(int), metavar="S", help="tokens of a row (default: 85, TOFU's mean)")
-    add("--targets", type=positive(int), metavar="T", help="target tokens of a row (default: 37 of 85, TOFU's mean)")
+    add(
+        "--seq",
+        type=positive(int),
+        metavar="S",
+        help="tokens of a row (default: the longest of the config's files; 85, TOFU's mean, without them)",
+    )
+    add(
+        "--targets",
+        type=positive(int),
+        metavar="T",
+        help="target tokens of a row (default: their mean share; TOFU's is 37 of 85)",
+    )
     add("--json", action="store_true", help="one JSON object, in bytes, operations and seconds")
 
 
@@ -83,15 +94,24 @@ def _estimate(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str
     """All that is known of the step, in bytes, operations and seconds; ``fits``: None where there is no limit."""
     import torch
 
+    from finch.config.instantiate import build
+    from finch.data.dataset import load_dataset
+    from finch.data.stats import collect_stats
     from finch.plan.estimate.fake_step import HOST_PARTS, candidates, estimate_step
-    from finch.plan.estimate.formula import TOFU_TARGETS, TOFU_TOKENS, Rows
+    from finch.plan.estimate.formula import TOFU_TARGETS, TOFU_TOKENS, Rows, longest_row
     from finch.training.config_checks import check
 
-    seq = options.seq or TOFU_TOKENS
-    rows = Rows(seq, options.targets or max(1, seq * TOFU_TARGETS // TOFU_TOKENS))
-    if rows.targets >= seq:
-        raise UserError(f"--targets {rows.targets} must be below --seq {seq}: the first token is no target; give fewer")
     recipe, cfg = read_job(options.config, overrides, ranks=options.gpus)
+    rows = Rows() if options.seq is None else Rows(options.seq, max(1, options.seq * TOFU_TARGETS // TOFU_TOKENS))
+    if options.seq is None and isinstance(cfg.dataset, Mapping) and cfg.dataset.get("data_files"):
+        with contextlib.suppress(UserError):  # the files are elsewhere, or `finch check` names what is wrong with them
+            samples = load_dataset(cfg, "dataset", build(cfg.tokenizer, "tokenizer"))
+            rows = longest_row(samples, collect_stats(samples, 0, 1))
+    rows = replace(rows, targets=options.targets or rows.targets)
+    if rows.targets >= rows.seq:
+        raise UserError(
+            f"--targets {rows.targets} must be below --seq {rows.seq}: the first token is no target; give fewer"
+        )
     check(cfg, torch.device("cuda"), options.gpus)
     step = estimate_step(recipe, cfg, ranks=options.gpus, rows=rows)
     rates = _rates(options, cfg)

@@ -9,6 +9,8 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune.modules import TransformerDecoder
 
+from finch.data.dataset import Samples
+from finch.data.stats import DatasetStats
 from finch.distributed.precision import precision_of
 from finch.training.chunked_loss import chunks_for
 from finch.training.kl_penalty import build_kl, needs_reference
@@ -30,6 +32,12 @@ class Rows:
 
     seq: int = TOFU_TOKENS
     targets: int = TOFU_TARGETS
+
+
+def longest_row(samples: Samples, stats: DatasetStats) -> Rows:
+    """The longest of a dataset's rows, with the mean share of targets; of packed rows a pack."""
+    seq = len(samples[0]["tokens"]) if samples.packed else stats.max_length
+    return Rows(seq, max(1, round(seq * stats.num_targets / sum(stats.lengths))))
 
 
 def memory_by_formula(decoder: TransformerDecoder, cfg: DictConfig, rows: Rows, *, ranks: int) -> Mapping[str, int]:

@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 
 from finch.base.errors import UserError
+from finch.evaluation.commands.evaluate import aligned
 from finch.study.sweep.select_lr import MAX_FORGETTING, rates_of, select_rate, sweep_runs, table
-
-_WIDTHS = (14, 22, 22, 6, 0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,9 +27,9 @@ def main(args: argparse.Namespace) -> None:
     rates = rates_of(sweep_runs(args.out), args.method)
     chosen = select_rate(rates, args.max_forgetting)
     rows = table(rates)
-    for rate, cells in zip([None, *rates], [list(rows[0]), *(row.values() for row in rows)], strict=True):
-        mark = "  <-" if rate is not None and rate is chosen else ""
-        print(("".join(f"{cell:<{width}}" for cell, width in zip(cells, _WIDTHS, strict=True)) + mark).rstrip())
+    marks = ["", *("<-" if rate is chosen else "" for rate in rates)]
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    print(aligned([[*cells, mark] for cells, mark in zip(lines, marks, strict=True)]))
     if chosen is None:
         least = min(rates, key=lambda rate: rate.forgetting.mean)
         raise UserError(

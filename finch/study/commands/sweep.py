@@ -180,18 +180,27 @@ def _check_disk(grid: Grid, jobs: Sequence[Job], num_parallel: int) -> None:
 def _print_cells(grid: Grid, jobs: Sequence[Job]) -> None:
     """A table of the cells and what is left to do, then the first commands."""
     width = max(len(job.cell.name) for job in jobs)
-    print(f"{'cell':<{width}}  training   evaluation")
+    print(f"{'cell':<{width}}  training   evaluation  FINCH at its cap")
     commands: list[list[str]] = []
     for job in jobs:
         is_trained = job.is_trained() and not grid.overwrites
         evaluations = job.evaluate_commands()
         training = "done" if is_trained else "select-lr" if job.cell.kind == SMALL_LR else "to do"
         evaluation = "none" if grid.evaluation is None else "to do" if evaluations else "done"
-        print(f"{job.cell.name:<{width}}  {training:<9}  {evaluation}")
+        print(f"{job.cell.name:<{width}}  {training:<9}  {evaluation:<10}  {_at_cap(job)}".rstrip())
         if not commands:
             commands = [*([job.run_command()] if training == "to do" else []), *evaluations]
     for command in commands:
         print(f"\n{shlex.join(command)}")
+
+
+def _at_cap(job: Job) -> str:
+    """In which share of the steps FINCH was at its cap; before the first one, below which loss it will be; empty for another schedule."""
+    from finch.training.config_checks import describe_cap
+
+    metrics = job.cell.folder / run_files.METRICS
+    share = run_files.capped_share(run_files.read_metrics(metrics)) if metrics.exists() else None
+    return describe_cap(job.cfg) if share is None else f"{share:.0%} of steps"
 
 
 def _ranks(args: argparse.Namespace) -> tuple[list[str], int]:

@@ -58,6 +58,7 @@ def write_report(
     options = [*map(os.fspath, folders), "--out", os.fspath(out)]
     options += ["--new-task", new_task] if new_task is not None else []
     options += ["--old-tasks", ",".join(old_tasks)] if old_tasks is not None else []
+    options += ["--base", os.fspath(base)] if base is not None else []
     figures = out / FIGURES
     with writing(f"--out={out}"):
         figures.mkdir(parents=True, exist_ok=True)

@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from finch.base import hub, run_files
+from finch.evaluation.custom_tasks import CUSTOM
+from finch.evaluation.results import SuiteResult
+from finch.evaluation.statistics import FEW_DOCUMENTS
 from finch.evaluation.tasks.registry import SUITES
 from finch.study.report.content import Names, Report
 from finch.study.report.front import NUM_READINGS, RESAMPLES, Front, Pair, Point, Reading, choose_by
 from finch.study.report.measures import Comparison
 from finch.study.report.runs import Run, base_builder
 from finch.study.report.selection import Measure
-from finch.study.report.tables import FEW_DOCUMENTS, equal_score, estimate, number
+from finch.study.report.tables import equal_score, estimate, number
 from finch.study.sweep.grid import EVALUATED, FINISHED, SMALL_LR
 
 Paragraph = tuple[str, Sequence[str]]
@@ -202,6 +205,13 @@ def _probes_note(comparison: Comparison) -> Iterator[str]:
         )
 
 
+def _cap_note(comparison: Comparison) -> Iterator[str]:
+    shares = list(filter(None, (run_files.capped_share(run.metrics) for run in comparison.runs)))
+    if shares:
+        runs = f"{len(shares)} of {len(comparison.runs)} runs, in up to {max(shares):.0%} of their steps (the table of runs)"
+        yield f"FINCH was at its cap, lr_scheduler.eta_max, in {runs}: there it is a constant rate."
+
+
 def _precisions_note(comparison: Comparison) -> Iterator[str]:
     precisions = sorted({str(run.config["dtype"]) for run in comparison.runs if run.config.get("dtype")})
     if len(precisions) > 1:
@@ -231,6 +241,7 @@ _NOTES = (
     _chance_notes,
     _few_documents_note,
     _probes_note,
+    _cap_note,
     _precisions_note,
     _evaluations_notes,
 )
@@ -338,7 +349,7 @@ def _training_data(comparison: Comparison) -> Iterator[str]:
 
 
 def commands(comparison: Comparison, options: Sequence[str]) -> list[str]:
-    """Of one run's training and evaluation, and of this report.
+    """Of one run's training, in a new folder, of one run's evaluations, and of this report.
 
     Args:
         options: of the report's own command line.
@@ -346,15 +357,24 @@ def commands(comparison: Comparison, options: Sequence[str]) -> list[str]:
     lines = []
     run = next((one for one in comparison.runs if one.config), None)
     if run is not None:
-        lines.append(f"finch run --config {shlex.quote(str(run.folder / run_files.CONFIG))}")
-    evaluated = next((one for one in comparison.runs if not SUITES.keys().isdisjoint(one.results)), None)
-    suites = sorted(SUITES.keys() & evaluated.results.keys()) if evaluated is not None else []
-    base = next((comparison.bases[suite].model for suite in suites if suite in comparison.bases), None)
-    if evaluated is not None and base is not None:
-        limit = evaluated.results[suites[0]].settings.get("limit")
-        lines.append(
-            f"finch evaluate --base {shlex.quote(base)} --tuned {shlex.quote(str(evaluated.folder))} --suite {','.join(suites)}"
-            + (f" --limit {limit}" if limit is not None else "")
-        )
-    lines.append(shlex.join(["finch", "report", *options]))
-    return lines
+        words = ["--config", str(run.folder / run_files.CONFIG), f"output_dir={run.folder}_again"]
+        # Of the run's own checkpoint the new folder has none.
+        fresh = ["resume_from_checkpoint=False"] if run.config.get("resume_from_checkpoint") is True else []
+        lines.append(["finch", "run", *words, *fresh])
+    for run in comparison.runs:
+        shared = sorted(comparison.bases.keys() & run.results.keys() - {CUSTOM})  # the folder of own tasks is not known
+        if shared:
+            for suite in shared:
+                models = ["--base", comparison.bases[suite].model, "--tuned", str(run.folder)]
+                lines.append(["finch", "evaluate", *models, *_evaluate_options(suite, run.results[suite])])
+            break
+    return [shlex.join(line) for line in [*lines, ["finch", "report", *options]]]
+
+
+def _evaluate_options(suite: str, result: SuiteResult) -> list[str]:
+    if suite not in SUITES:  # skills
+        return ["--limit", str(max(task.n for task in result.tasks.values()))]
+    tasks = [] if result.tasks.keys() >= set(SUITES[suite]) else ["--tasks", ",".join(result.tasks)]
+    data, limit = (result.settings.get(name) for name in ("data", "limit"))
+    root = [] if data in (None, "hub") else ["--data-root", str(data)]
+    return ["--suite", suite, *tasks, *root, *([] if limit is None else ["--limit", str(limit)])]

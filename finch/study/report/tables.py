@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from finch.base import run_files
 from finch.base.log import printable
 from finch.evaluation.results import OLD, POINTS, Sample
-from finch.evaluation.statistics import Z, expected_calibration_error, half_width
+from finch.evaluation.statistics import FEW_DOCUMENTS, Z, expected_calibration_error, half_width
 from finch.evaluation.tasks.confidence import stated_confidences
 from finch.study.report.content import Report
 from finch.study.report.front import TradeOff, on_front, points_by_method
@@ -26,7 +27,6 @@ MINUS, NONE = "\N{MINUS SIGN}", "\N{EN DASH}"
 SIGNIFICANT = 0.05
 LONG = 24
 """Rows of a table by run from which on it is folded."""
-FEW_DOCUMENTS = 100
 CSV_COLUMNS = (
     *("run", "method", "learning_rate", "batch_size", "seed", "task", "role", "source", "metric", "n"),
     *("score", "score_low", "score_high", "base_score", "delta", "standard_error", "delta_low", "delta_high"),
@@ -343,7 +343,7 @@ def runs_table(report: Report) -> Table:
     """Where each run stands."""
     rows = []
     for run, outcomes in report.comparison.by_run:
-        steps, epochs = run.steps, run.config.get("epochs")
+        steps, epochs, share = run.steps, run.config.get("epochs"), run_files.capped_share(run.metrics)
         probes = [one.step for one in outcomes.values() if one.step is not None]
         cells = {
             "batch": _text(run.values.get(BATCH_SIZE)),
@@ -352,6 +352,7 @@ def runs_table(report: Report) -> Table:
             "best epoch": NONE if run.best_epoch is None else str(run.best_epoch + 1),
             "probes at step": str(probes[0]) if probes else NONE,
             "evaluated": ", ".join(sorted(run.results)) or "none",
+            "at its cap": NONE if share is None else f"{share:.0%} of steps",
             "status": run.status or NONE,
             "folder": str(run.folder),
         }

@@ -109,7 +109,7 @@ def test_bad_row_has_its_number_and_a_reason(tokenizer, write, changes, message)
     file = write(*ROWS[:7], row(7, **changes), *ROWS[8:])
     component = "finch.data.sciknoweval.sciknoweval_dataset"
     parts = [rows_helper.load(tokenizer, file, _component_=component, source=None, part=part) for part in PARTS]
-    bad = [entry for samples in parts for entry in collect_stats(samples, 0, 1, keep_bad_rows=True).bad.items()]
+    bad = [entry for samples in parts for entry in collect_stats(samples, 0, 1).bad.items()]
     assert [(reason, *map(str, rows.first)) for reason, rows in bad] == [(message, f"row 8 of {file}")]
 
 

@@ -89,6 +89,9 @@ def test_check_counts_the_steps_of_a_mixture(check, rows_file):
 
 
 def test_check_warns_of_a_rate_above_the_cap(check):
+    assert re.search(
+        r"lr_scheduler finch.FinchLR, eta_max \S+, at its cap below 0.16 nats$", check("optimizer.lr=2e-3")[1], re.M
+    )
     code, out = check("optimizer.lr=2e-2")
     assert code == 0, out
     assert (

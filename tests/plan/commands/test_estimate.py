@@ -42,6 +42,15 @@ def test_estimate_reports_memory_collectives_and_time(estimate):
     assert "fits          into 1 GB" in out
 
 
+def test_estimate_takes_the_longest_row_of_the_configs_files(base_folder, rows_file, tmp_path, capsys):
+    config = write_config(tmp_path, make_config(base_folder, rows_file, tmp_path / "run"))
+    (checked, shown), exact = finch(capsys, "check", config)[:2], finch(capsys, "check", "--exact", config, "--json")[1]
+    longest = int(re.search(r"tokens a row: \d+ to (\d+)", shown)[1])
+    assert (checked, json.loads(exact)["row"]["seq"]) == (0, longest)
+    exact = finch(capsys, "check", "--exact", config, "--json", "--seq", "85")[1]
+    assert json.loads(exact)["row"] == {"seq": 85, "targets": 37}
+
+
 def test_estimate_as_json_is_what_the_text_shows(estimate):
     given = ("--gpus", "2", "--gpu-memory", "0.0001", "--seq", "20", "--launch-us", "2")
     (code, text, _), (json_code, out, _) = estimate(*given), estimate(*given, "--json")

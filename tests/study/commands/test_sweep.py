@@ -113,6 +113,9 @@ def test_eta_max_follows_a_rate_above_it(grid, capsys, caplog):
         printed = finch(capsys, "sweep", grid(mappings), "--dry-run")[1]
         assert ("lr_scheduler.eta_max=auto" in printed) == is_adapted
         assert ("1 of 2 cells have a rate above the config's eta_max, such as finch" in caplog.text) == is_adapted
+        below = "0.16" if is_adapted else "4" if len(mappings) == 3 else "4e-06"
+        assert re.search(rf"^finch\S+ +to do +none +below {below} nats$", printed, re.MULTILINE)
+        assert re.search(r"^sft\S+ +to do +none$", printed, re.MULTILINE) or not is_adapted
 
 
 def test_dry_run_prints_runs_and_evaluations(grid, tmp_path, base_folder, capsys):
@@ -120,7 +123,10 @@ def test_dry_run_prints_runs_and_evaluations(grid, tmp_path, base_folder, capsys
     file = grid({"method": ["sft"], "seed": [0]}, evaluate={**evaluate, "data_root": "data", "limit": 5})
     code, printed, error = finch(capsys, "sweep", file, "--dry-run", "--nproc_per_node", "2", "dtype=bf16_mixed")
     assert (code, "finch: error: --include-path=yaml is not a folder" in error) == (1, True)  # below the table
-    assert printed.splitlines()[:2] == ["cell       training   evaluation", "sft_seed0  to do      to do"]
+    assert printed.splitlines()[:2] == [
+        "cell       training   evaluation  FINCH at its cap",
+        "sft_seed0  to do      to do",
+    ]
     run, tasks = (line.partition(" -m finch.cli ")[2] for line in printed.splitlines()[2:] if line)
     out = tmp_path / "out"
     words = f"dtype=bf16_mixed method=sft seed=0 output_dir={out}/sft_seed0 resume_from_checkpoint=auto"

@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from helpers.evaluated_runs import add_losses, make_sweep
+from helpers.evaluated_runs import add_losses, make_run, make_sweep
 
 pytest.importorskip("matplotlib", reason="the report extra is not installed")
 from scipy.stats import binomtest
@@ -144,3 +144,17 @@ def test_runs_that_are_left_out_are_folded_at_the_end(nats):
     for name in ("report.md", "report.html"):
         text = (nats / name).read_text()
         assert text.index("lacks tofu and is absent") > text.index("<summary>Left out") > text.index("finch report ")
+
+
+def test_runs_at_their_cap_are_named(tmp_path):
+    """There FINCH's rate is constant: a comparison would say nothing of the schedule."""
+    run, other = (make_run(tmp_path / name, name, 1e-5, base=None) for name in ("finch", "sft"))
+    metrics = run / "metrics.jsonl"
+    half = metrics.read_text().splitlines(keepends=True)
+    half[::2] = [line.replace('"lr_is_capped": false', '"lr_is_capped": true') for line in half[::2]]
+    metrics.write_text("".join(half))
+    text = write_report([run, other], tmp_path / "report").with_name("report.md").read_text()
+    share = re.search(r"FINCH was at its cap, lr_scheduler.eta_max, in 1 of 2 runs, in up to (\d+%) of", text)[1]
+    assert 40 < int(share[:-1]) < 60
+    assert re.search(rf"\| {share} of steps \|.*/finch \|$", text, re.M)
+    assert re.search(rf"\| {NONE} \|.*/sft \|$", text, re.M)

@@ -98,9 +98,9 @@ def test_command_prints_all_rates_and_the_runs(out, capsys):
     code, printed, _ = finch(capsys, "report", "--select-lr", str(out), "--max-forgetting", "1.95")
     assert code == 0
     assert printed.splitlines()[1:4] == [
-        "1e-05         1.00 [1.00, 1.00]     1.00 [1.00, 1.00]     2",
-        "2e-05         1.90 [1.90, 1.90]     1.90 [1.90, 1.90]     1       <-",
-        "5e-05         2.01 [2.01, 2.01]     2.01 [2.01, 2.01]     1",
+        "1e-05         1.00 [1.00, 1.00]  1.00 [1.00, 1.00]  2",
+        "2e-05         1.90 [1.90, 1.90]  1.90 [1.90, 1.90]  1                   <-",
+        "5e-05         2.01 [2.01, 2.01]  2.01 [2.01, 2.01]  1",
     ]
     last = "optimizer.lr=2e-05: 1.90 [1.90, 1.90] points of average forgetting on the documents that did not choose it"
     assert printed.endswith(f"{last}\n{out}/sft_2e-05_0\n")
