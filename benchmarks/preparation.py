@@ -72,7 +72,7 @@ def _runs(folder: Path, file: Path, rows: list[dict[str, Any]]) -> dict[str, Cal
     options = SFTConfig(str(file.parent), report_to=[], max_length=None, use_cpu=True, bf16=False)
 
     def again() -> None:
-        collect_stats(load_dataset(cfg, "dataset", tokenizer), 0, 1, keep_bad_rows=True)
+        collect_stats(load_dataset(cfg, "dataset", tokenizer), 0, 1)
 
     def first() -> None:
         shutil.rmtree(datasets.config.HF_DATASETS_CACHE, ignore_errors=True)

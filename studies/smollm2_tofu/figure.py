@@ -121,9 +121,9 @@ def _stored_points() -> dict[str, list[tuple[float, float]]]:
     with tarfile.open(RESULTS / "replay_runs.tar.xz") as archive:
         for member in archive:
             if member.name.endswith("losses.json"):
-                file = archive.extractfile(member)
-                assert file is not None
-                tasks = json.load(file)["tasks"]
+                content = archive.extractfile(member)
+                assert content is not None
+                tasks = json.load(content)["tasks"]
                 method, _, rest = Path(member.name).parts[1].partition("_lr_scheduler-None_")
                 key = (method, rest.partition("_seed")[0]) if rest else ("pretrained", "")
                 found[key].append((tasks["train"]["score"], tasks["own_answers_kl"]["score"]))

@@ -180,8 +180,7 @@ def _skills(parsed: argparse.Namespace) -> None:
     else:
         for label, output, skills in zip(labels(tuned), outputs, found, strict=True):
             few = few_documents({each.skill: each.n for each in skills})
-            print(printable("
-".join(["", label, aligned(table(skills, by_text)), *few])))
+            print(printable("\n".join(["", label, aligned(table(skills, by_text)), *few])))
             print(printable(f"Answers side by side: {write_page(output, label, skills, by_text)}"))
     problems = [
         f"{label}: {line}"
