@@ -41,6 +41,10 @@ def _require_component(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _require_schedule(value: dict[str, Any]) -> dict[str, Any]:
+    return value if set(value) == {"decay"} else _require_component(value)
+
+
 def _refuse_huge(value: int) -> int:
     if value > 10**12:
         raise ValueError("is more than a run can have; give less")
@@ -49,6 +53,9 @@ def _refuse_huge(value: int) -> int:
 
 Component = Annotated[dict[str, Any], AfterValidator(_require_component), WithJsonSchema({"shown": "component"})]
 """A block with a ``_component_``, the dotted path of a class or function, and its arguments."""
+
+Schedule = Annotated[dict[str, Any], AfterValidator(_require_schedule), WithJsonSchema({"shown": "component"})]
+"""A component, or a constant rate that decays."""
 
 Components = Annotated[
     list[Component], WithJsonSchema({"type": "array", "items": {"shown": "component"}, "shown": "list"})
@@ -154,8 +161,8 @@ class EarlyStopping(Keys):
 class Optimization(Keys):
     optimizer: Result[Component]
     """the optimizer; its lr is eta_base under FinchLR"""
-    lr_scheduler: Result[Component | None] = None
-    """finch.FinchLR, a torchtune scheduler, or null for a constant learning rate"""
+    lr_scheduler: Result[Schedule | None] = None
+    """finch.FinchLR, a torchtune scheduler, or null for a constant learning rate; each with decay, or that alone"""
     loss: Result[Component] = {"_component_": "torch.nn.CrossEntropyLoss"}
     """one of torchtune's cross-entropy losses, or of finch.objectives"""
     regularizer: Result[Component | None] = None
@@ -396,7 +403,12 @@ class Arguments(Keys):
         return rf"^finch\.(\w+\.)*{cls.component.rpartition('.')[2]}$"
 
 
-class FinchLR(Arguments):
+class AnySchedule(Arguments):
+    decay: Fraction = 0.0
+    """the last share of the steps, which goes linearly to 0"""
+
+
+class FinchLR(AnySchedule):
     component, key = "finch.FinchLR", "lr_scheduler"
 
     eta_max: PositiveNumber | Literal["auto"] = 5e-5
@@ -417,7 +429,7 @@ class FinchLR(Arguments):
     """how many non-finite losses in a row end the run under skip"""
 
 
-class ReplayLR(Arguments):
+class ReplayLR(AnySchedule):
     component, key = "finch.ReplayLR", "lr_scheduler"
 
     log: str
@@ -430,7 +442,7 @@ class ReplayLR(Arguments):
     """as finch.FinchLR has it"""
 
 
-class CosineWithWarmup(Arguments):
+class CosineWithWarmup(AnySchedule):
     component, key = "finch.cosine.cosine_with_warmup", "lr_scheduler"
 
     warmup_fraction: Fraction = 0.05

@@ -131,7 +131,8 @@ def drop_null_blocks(cfg: DictConfig) -> None:
     for key in list(cfg):
         # The node as it is: cfg[key] would raise where the value is missing, or refers to a missing one.
         if isinstance(cfg._get_node(key), DictConfig) and "_component_" in cfg[key] and cfg[key]["_component_"] is None:
-            cfg[key] = None
+            # A constant rate decays as well.
+            cfg[key] = {"decay": cfg[key].decay} if key == "lr_scheduler" and "decay" in cfg[key] else None
 
 
 def referred_keys(cfg: Any) -> set[str]:
@@ -281,7 +282,7 @@ def _component_errors(path: str, node: DictConfig, recipe_keys: Collection[str])
         _check_weight_place(path)  # here, since a dataset's builder may accept any argument
     parameters = _parameters(component)
     for key in map(str, node):
-        is_own = key in ("_component_", WEIGHT) and (key != WEIGHT or re.fullmatch(r"dataset\[\d+\]", path))
+        is_own = key == "_component_" or re.fullmatch(rf"dataset\[\d+\] {WEIGHT}|lr_scheduler decay", f"{path} {key}")
         if parameters is not None and key not in parameters and not is_own:
             hint = key_hint(f"{path}.{key}", parameters, {option: option for option in recipe_keys})
             yield UserError(f"unknown key {path}.{key}{hint or f'; {name} accepts ' + ', '.join(parameters)}")

@@ -30,7 +30,7 @@ class FinchCallback(Callback):
     checkpoints; ``lr`` and ``ema_loss`` are logged.
 
     ``init``: in nats, or ``"first_batch"``; ``count_targets``: the number of target tokens of a batch; ``options``: those of
-    :class:`finch.FinchLR`, as ``eta_max``. ``fit`` raises UserError without a single automatic optimizer, and for another schedule, fp16, or
+    :class:`finch.FinchLR`, as ``eta_max``; ``total_steps`` is the Trainer's. ``fit`` raises UserError without a single automatic optimizer, and for another schedule, fp16, or
     a checkpoint without FINCH's state.
     """
 
@@ -43,7 +43,8 @@ class FinchCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check(trainer, pl_module, self._resumed)
-        self.schedule = FinchLR(trainer.optimizers[0], **self._options)
+        options = {"total_steps": trainer.estimated_stepping_batches, **self._options}  # inf: unknown
+        self.schedule = FinchLR(trainer.optimizers[0], **options)
         if self._resumed is not None:
             self.schedule.load_state_dict(self._resumed)
 

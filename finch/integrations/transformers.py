@@ -82,7 +82,7 @@ class FinchCallback(TrainerCallback):
             first step, as in the paper; ``"first_batch"``; or a number.
         eta_base: learning rate at a loss of 1 nat; None takes the first param group's, ``TrainingArguments.learning_rate``.
         warmup_steps: 0 takes those of TrainingArguments, ``warmup_steps`` or ``warmup_ratio``.
-        ema, eps, on_nonfinite, max_nonfinite: see :class:`finch.FinchLR`.
+        ema, eps, decay, on_nonfinite, max_nonfinite: see :class:`finch.FinchLR`.
         compute_loss_func: the :class:`ObjectiveLoss` that the Trainer was given, if any.
         check_loss: end the run after the first step if the Trainer's loss is not the mean over target tokens, since FINCH follows
             that mean. False for a loss that differs on purpose.
@@ -109,6 +109,7 @@ class FinchCallback(TrainerCallback):
         ema: float = 0.9,
         eps: float = 1e-8,
         warmup_steps: int = 0,
+        decay: float = 0.0,
         on_nonfinite: str = "raise",
         max_nonfinite: int = 10,
         compute_loss_func: ObjectiveLoss | None = None,
@@ -117,7 +118,8 @@ class FinchCallback(TrainerCallback):
     ) -> None:
         self._init = init
         self._options: dict[str, Any] = {"eta_max": eta_max, "eta_base": eta_base, "ema": ema, "eps": eps}
-        self._options |= {"warmup_steps": warmup_steps, "on_nonfinite": on_nonfinite, "max_nonfinite": max_nonfinite}
+        self._options |= {"warmup_steps": warmup_steps, "decay": decay}
+        self._options |= {"on_nonfinite": on_nonfinite, "max_nonfinite": max_nonfinite}
         self._check_options()
         self._objective_loss = compute_loss_func
         self._checks_loss = check_loss and compute_loss_func is None
@@ -145,7 +147,8 @@ class FinchCallback(TrainerCallback):
         # Accelerate's wrapper hides what the optimizer supports.
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
         warmup = self._options["warmup_steps"] or args.get_warmup_steps(state.max_steps)
-        self.schedule = FinchLR(optimizer, init=init, **{**self._options, "warmup_steps": warmup})
+        options = {**self._options, "warmup_steps": warmup, "total_steps": state.max_steps}
+        self.schedule = FinchLR(optimizer, init=init, **options)
         is_warned = (self.schedule.ema_loss or 1.0) < 1.0  # by FinchLR
         if self.schedule.eta_base == self.schedule.eta_max == ETA_MAX and not is_warned:
             logger.warning(
@@ -220,7 +223,8 @@ class FinchCallback(TrainerCallback):
         """Raises FinchLR's ValueError now, and not when training begins."""
         unused = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
         with warnings.catch_warnings(action="ignore"):
-            FinchLR(unused, init="first_batch" if self._init == "dataset" else self._init, **self._options)
+            init = "first_batch" if self._init == "dataset" else self._init
+            FinchLR(unused, init=init, total_steps=1, **self._options)
 
     def _check_trainer(self, args: TrainingArguments, state: TrainerState, lr_scheduler: Any) -> None:
         """Raises UserError where FINCH cannot work; before the first step, and where possible in the Trainer's constructor."""

@@ -83,6 +83,7 @@ class FinchLR:
         eps: added to the loss under the root, in nats.
         warmup_steps: of these first updates the i-th takes i / warmup_steps of the rate. The paper's FINCH has none. In place of
             ``SequentialLR``, which steps without a loss.
+        decay, total_steps: see :class:`Decay`; the factor is at most 1, so that the paper's bound holds. 0, the default, is the paper's.
         on_nonfinite: ``"raise"``, or ``"skip"``: leave the state unchanged, count, and raise after ``max_nonfinite`` in
             a row.
 
@@ -102,6 +103,8 @@ class FinchLR:
         ema: float = 0.9,
         eps: float = 1e-8,
         warmup_steps: int = 0,
+        decay: float = 0.0,
+        total_steps: int | None = None,
         on_nonfinite: str = "raise",
         max_nonfinite: int = 10,
     ) -> None:
@@ -111,7 +114,7 @@ class FinchLR:
         check_nonfinite_options(on_nonfinite, max_nonfinite)
         if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
             raise ValueError(f"warmup_steps={warmup_steps!r} must be a number of updates, 0 or more")
-        self.warmup_steps = warmup_steps
+        self.warmup_steps, self._decay = warmup_steps, Decay(decay, total_steps)
         self.optimizers, self._groups = groups.optimizers, groups
         self.eta_base = groups.base_lr if eta_base is None else float(eta_base)
         self.eta_max = _AUTO_ETA_MAX_RATIO * self.eta_base if is_auto else float(eta_max)
@@ -287,13 +290,14 @@ class FinchLR:
         return honours_found_inf and all(isinstance(group["lr"], torch.Tensor) for group in self._groups)
 
     def _eta_of(self, ema_loss: Scalar) -> Scalar:
-        """eta_i = min(eta_base / sqrt(Lbar_i + eps), eta_max), Section 3.3; of the first ``warmup_steps`` a share."""
+        """eta_i = min(eta_base / sqrt(Lbar_i + eps), eta_max), Section 3.3; of the first ``warmup_steps`` a share, and the decay's."""
         if isinstance(ema_loss, torch.Tensor):
             eta: Scalar = (self.eta_base / (ema_loss + self.eps).sqrt()).clamp(max=self.eta_max)
         else:
             # A loss of 0 with eps=0 has the cap as its limit, which tensors reach by 1 / 0 = inf.
             under_root = ema_loss + self.eps
             eta = min(self.eta_base / math.sqrt(under_root), self.eta_max) if under_root > 0 else self.eta_max
+        eta = self._decay.of(eta, self._num_steps)
         if not self.warmup_steps:
             return eta
         share = self._num_steps / self.warmup_steps
@@ -450,6 +454,33 @@ def _check_arguments(eta_max: float | str, init: float | str, eta_base: float | 
 
 
 # For all schedules.
+
+
+class Decay:
+    """The last share of a run's steps goes linearly to 0, which the step after the last would have.
+
+    ``share``: of the steps, in [0, 1); 0: none. ``total_steps``: updates of the complete run.
+    Raises ValueError if the share is out of range, or above 0 and the number of steps unknown.
+    """
+
+    def __init__(self, share: float, total_steps: int | None) -> None:
+        if not isinstance(share, (int, float)) or not 0 <= share < 1:
+            raise ValueError(f"decay={share!r} must lie in [0, 1): it is the last share of the steps, which goes to 0")
+        if share and not (isinstance(total_steps, int) and total_steps > 0):
+            raise ValueError(
+                f"decay={share} needs the number of the run's steps: total_steps={total_steps} is none; give it"
+            )
+        self.share, total = float(share), total_steps or 0
+        self._end, self._steps = total + 1, self.share * total
+
+    def of(self, lr: Scalar, step: int | torch.Tensor) -> Scalar:
+        """``lr``, [], as it is at ``step``, the first of which is 1."""
+        if not self.share:
+            return lr
+        decayed = lr * (self._end - step) / self._steps
+        if isinstance(decayed, torch.Tensor):
+            return decayed.clamp(min=0).minimum(torch.as_tensor(lr))
+        return max(0.0, min(lr, decayed))
 
 
 class ParamGroups:

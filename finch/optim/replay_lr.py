@@ -32,7 +32,7 @@ class ReplayLR(HostSchedule):
         shape: ``"curve"``: the logged learning rates. ``"linear"``: the straight line from the log's first learning rate to its
             last one. ``"mean"``: the constant mean of the log's learning rates. The last two are of the complete log, also where
             it is longer than the run.
-        on_nonfinite, max_nonfinite: see :class:`finch.optim.torch_lr.HostSchedule`.
+        decay, total_steps, on_nonfinite, max_nonfinite: see :class:`finch.optim.torch_lr.HostSchedule`.
 
     Raises ValueError for an unknown shape, a log that is missing, has no step or a step without a learning rate, and a first param group whose
     lr is not above 0.
@@ -44,12 +44,14 @@ class ReplayLR(HostSchedule):
         *,
         log: str | Path,
         shape: str = "curve",
+        decay: float = 0.0,
+        total_steps: int | None = None,
         on_nonfinite: str = "raise",
         max_nonfinite: int = 10,
     ) -> None:
         if shape not in SHAPES:
             raise ValueError(f"shape={shape!r} must be one of {', '.join(SHAPES)}")
-        super().__init__(on_nonfinite, max_nonfinite)
+        super().__init__(on_nonfinite, max_nonfinite, decay, total_steps)
         self._groups = ParamGroups(optimizer)
         self.optimizers = self._groups.optimizers
         self._log = Path(log)
@@ -104,7 +106,7 @@ class ReplayLR(HostSchedule):
     @property
     def _lr(self) -> float:
         """The first group's learning rate: the last step's; before the first step, that of step 1."""
-        return self._rates[max(self._steps_taken - 1, 0)]
+        return float(self._decay.of(self._rates[max(self._steps_taken - 1, 0)], self._steps_taken))
 
     def _set_lr(self) -> None:
         self._groups.set_lr(self._lr)

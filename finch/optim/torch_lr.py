@@ -10,19 +10,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from finch.base.log import logger
-from finch.optim.finch_lr import NonfiniteError, Scalar, check_nonfinite_options, set_group_lr
+from finch.optim.finch_lr import Decay, NonfiniteError, Scalar, check_nonfinite_options, set_group_lr
 
 
 class HostSchedule:
     """Base of the schedules whose learning rate does not depend on the loss. The host counts their steps and the losses that are not finite.
 
-    ``on_nonfinite``: ``"raise"``, or ``"skip"``, which raises after ``max_nonfinite`` in a row. Raises ValueError if one is out of range.
+    ``on_nonfinite``: ``"raise"``, or ``"skip"``, which raises after ``max_nonfinite`` in a row; ``decay``, ``total_steps``: see
+    :class:`finch.optim.finch_lr.Decay`. Raises ValueError if one is out of range.
     """
 
     is_on_device = False  # the host has read every loss
 
-    def __init__(self, on_nonfinite: str, max_nonfinite: int) -> None:
+    def __init__(self, on_nonfinite: str, max_nonfinite: int, decay: float, total_steps: int | None) -> None:
         check_nonfinite_options(on_nonfinite, max_nonfinite)
+        self._decay = Decay(decay, total_steps)
         self._raises, self._max = on_nonfinite == "raise", max_nonfinite
         self._steps_taken = self._in_a_row = self._num_new = 0
 
@@ -71,7 +73,7 @@ class TorchLR(HostSchedule):
     Args:
         optimizers: those that step together; with the optimizer step inside the backward, one per parameter.
         scheduler: built on the first of them, whose learning rate the others get; None: constant.
-        on_nonfinite, max_nonfinite: see :class:`HostSchedule`.
+        decay, total_steps, on_nonfinite, max_nonfinite: see :class:`HostSchedule`.
     """
 
     def __init__(
@@ -79,12 +81,15 @@ class TorchLR(HostSchedule):
         optimizers: Sequence[Optimizer],
         scheduler: LRScheduler | None = None,
         *,
+        decay: float = 0.0,
+        total_steps: int | None = None,
         on_nonfinite: str = "raise",
         max_nonfinite: int = 10,
     ) -> None:
-        super().__init__(on_nonfinite, max_nonfinite)
+        super().__init__(on_nonfinite, max_nonfinite, decay, total_steps)
         self._optimizers, self._scheduler = list(optimizers), scheduler
-        self._copy_lr()
+        self._lr = self._rate()
+        self._set_lr()
 
     def step(self, loss: Scalar, targets: Scalar | None = None) -> bool:
         """Sets the learning rate of the current step; returns whether to take it. A batch without ``targets`` counts as a step all the same.
@@ -93,13 +98,15 @@ class TorchLR(HostSchedule):
         """
         is_taken = self._count(loss, targets)
         if self._scheduler is not None and self._steps_taken > 1:
+            self._write(self._lr)  # without the decay: some of torch's schedulers continue from the rate that they find
             self._scheduler.step()
-            self._copy_lr()
+            self._lr = self._rate()
+        self._set_lr()
         return is_taken
 
     def metrics(self) -> dict[str, float | bool | None]:
         """The keys of :meth:`finch.FinchLR.metrics`; there is no EMA and no cap here."""
-        return {"ema_loss": None, "lr": float(self._optimizers[0].param_groups[0]["lr"]), "lr_is_capped": False}
+        return {"ema_loss": None, "lr": self._rate(), "lr_is_capped": False}
 
     def state_dict(self) -> dict[str, Any]:
         """The position as plain numbers, and the learning rate: some of torch's schedulers continue from the last one."""
@@ -128,13 +135,19 @@ class TorchLR(HostSchedule):
                         "from here on follow; SFT of earlier versions goes on as it was with lr_scheduler.warmup_from_zero=True"
                     )
             # torch's load_state_dict leaves the rates in the param groups as they are.
-            for group in groups:
-                set_group_lr(group, state["last_lr"])
-            self._copy_lr()
+            self._lr = state["last_lr"]
+        self._set_lr()
 
-    def _copy_lr(self) -> None:
-        for optimizer in self._optimizers[1:]:
-            set_group_lr(optimizer.param_groups[0], self._optimizers[0].param_groups[0]["lr"])
+    def _rate(self) -> float:
+        return float(self._optimizers[0].param_groups[0]["lr"])
+
+    def _set_lr(self) -> None:
+        self._write(self._decay.of(self._lr, self._steps_taken))
+
+    def _write(self, lr: Scalar) -> None:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                set_group_lr(group, lr)
 
 
 def cosine_with_warmup(

@@ -23,7 +23,7 @@ from finch.objectives import Objective
 from finch.objectives.regularization import KL
 from finch.optim.optimizers import stochastic_optimizer
 from finch.training.kl_penalty import build_kl
-from finch.training.optimizer import finch_warning, loss_schedule
+from finch.training.optimizer import finch_warning, loss_schedule, torch_schedule
 
 _DEFAULT_LOSS_ARGUMENTS = (
     ("ignore_index", -100),
@@ -56,7 +56,7 @@ def _dummy_schedule(cfg: DictConfig) -> tuple[FinchLR | ReplayLR | None, str | N
         raise UserError(
             f"optimizer.lr={eta_base} must be a number above 0: under FinchLR it is eta_base, 2e-5 in the paper"
         )
-    node = dict(cfg.lr_scheduler)
+    node = {"total_steps": 1, **cfg.lr_scheduler}  # how many is known when the rows are
     if issubclass(kind, FinchLR) and node.get("init", "dataset") == "dataset":
         # The dataset's loss is not known yet, and the other arguments do not depend on it.
         node["init"] = "first_batch"
@@ -77,7 +77,8 @@ def check_replay(cfg: DictConfig, num_steps: int) -> None:
         return
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=float(cfg.optimizer.lr))
     try:
-        build(cfg.lr_scheduler, "lr_scheduler", optimizer).check_length(num_steps)
+        node = {"total_steps": num_steps, **cfg.lr_scheduler}
+        build(node, "lr_scheduler", optimizer).check_length(num_steps)
     except ValueError as error:
         raise UserError(f"lr_scheduler: {error}") from error
 
@@ -236,4 +237,4 @@ def _check_optimizer(cfg: DictConfig) -> None:
     optimizer = build(cfg.optimizer, "optimizer", [nn.Parameter(torch.zeros(1))])
     if cfg.lr_scheduler is not None and loss_schedule(cfg) is None:
         with warnings.catch_warnings(action="ignore"):
-            build(cfg.lr_scheduler, "lr_scheduler", optimizer, num_training_steps=100, last_epoch=-1)
+            torch_schedule(cfg, [optimizer], num_steps=100)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from finch import FinchLR, ReplayLR
 from finch.base import dtensor
+from finch.base.errors import UserError
 from finch.base.log import logger
 from finch.config.instantiate import build, component_of, locate
 from finch.distributed import fsdp
@@ -230,21 +231,29 @@ def on_nonfinite(cfg: DictConfig) -> str:
     return cfg.on_nonfinite or "raise"
 
 
+def torch_schedule(cfg: DictConfig, optimizers: Sequence[Optimizer], num_steps: int) -> TorchLR:
+    """One of torch's or torchtune's schedulers, or a constant rate. Raises UserError for an argument out of its range."""
+    node, scheduler = dict(cfg.lr_scheduler or {}), None
+    options = {"decay": node.pop("decay", 0.0), "total_steps": num_steps, "on_nonfinite": on_nonfinite(cfg)}
+    if node:
+        scheduler = build(node, "lr_scheduler", optimizers[0], num_training_steps=num_steps, last_epoch=-1)
+    try:
+        return TorchLR(optimizers, scheduler, **options)
+    except ValueError as error:
+        raise UserError(f"lr_scheduler.{error}") from error
+
+
 def build_schedule(
     cfg: DictConfig, optimizers: Sequence[Optimizer], *, init: float | str | None, num_steps: int
 ) -> Schedule:
     """The schedule of the config. ``init``: FINCH's Lbar_0; ``num_steps``: of the complete run, for schedulers with an end."""
-    action = on_nonfinite(cfg)
+    if cfg.lr_scheduler is not None and (decay := cfg.lr_scheduler.get("decay")):
+        logger.info(f"learning rate: the last {decay:.0%} of {num_steps} steps go linearly to 0")
     if loss_schedule(cfg) is None:
-        scheduler = None
-        if cfg.lr_scheduler is None:
+        if component_of(cfg.lr_scheduler) is None:
             logger.info(f"constant learning rate {float(optimizers[0].param_groups[0]['lr']):g}")
-        else:
-            scheduler = build(
-                cfg.lr_scheduler, "lr_scheduler", optimizers[0], num_training_steps=num_steps, last_epoch=-1
-            )
-        return TorchLR(optimizers, scheduler, on_nonfinite=action)
-    node = {**cfg.lr_scheduler, "on_nonfinite": action}
+        return torch_schedule(cfg, optimizers, num_steps)
+    node = {"total_steps": num_steps, **cfg.lr_scheduler, "on_nonfinite": on_nonfinite(cfg)}
     if not is_finch(cfg):
         shape = cfg.lr_scheduler.get("shape", "curve")
         logger.info(f"replaying the learning rates of {cfg.lr_scheduler.log}, shape={shape}")

@@ -79,6 +79,15 @@ def test_read_removes_a_block(file, override):
     assert read([f"--config={file(lr_scheduler=FINCH)}", override], FullFinetuneKeys).lr_scheduler is None
 
 
+@pytest.mark.parametrize("block", [None, FINCH, {"decay": 0.1}])
+def test_read_has_the_decay_of_a_constant_rate(file, block):
+    for overrides in (["lr_scheduler=null", "lr_scheduler.decay=0.33"], ["lr_scheduler.decay=0.33", "~lr_scheduler"]):
+        cfg = read(
+            [f"--config={file(lr_scheduler=block)}", *(overrides[:1] if block == {"decay": 0.33} else overrides)]
+        )
+        assert cfg.lr_scheduler == {"decay": 0.33}
+
+
 @pytest.mark.parametrize("block", [{}, {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}}])
 def test_read_merges_component_and_arguments(file, block):
     overrides = ["loss=finch.objectives.STM", "loss.threshold=3.0"]

@@ -15,6 +15,7 @@ from finch.config.key_search import shown_keys
 from finch.config.schema import (
     COMPONENTS,
     REQUIRED,
+    AnySchedule,
     Dataset,
     FullFinetuneKeys,
     LoraBuilder,
@@ -102,8 +103,10 @@ def test_values(key, expected, accepted, rejected):
 
 @pytest.mark.parametrize("model", [model for model in COMPONENTS if model not in (LoraBuilder, Dataset)])
 def test_arguments_are_those_of_the_component(model):
-    given_by_finch = {"optimizer", "num_training_steps", "last_epoch", "tokenizer"}
-    parameters = inspect.signature(locate(model.component, model.key)).parameters
+    given_by_finch = {"optimizer", "num_training_steps", "total_steps", "last_epoch", "tokenizer"}
+    parameters = dict(inspect.signature(locate(model.component, model.key)).parameters)
+    if issubclass(model, AnySchedule):  # which the recipe applies to torch's schedulers
+        parameters.setdefault("decay", inspect.Parameter("decay", inspect.Parameter.KEYWORD_ONLY, default=0.0))
     assert set(keys(model)) == set(parameters) - given_by_finch
     for name, key in keys(model).items():
         default = parameters[name].default

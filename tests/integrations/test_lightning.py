@@ -65,6 +65,14 @@ def test_accumulated_micro_batches_count_their_tokens(tmp_path):
     assert trainer.callback_metrics["ema_loss"] == pytest.approx(callback.schedule.ema_loss)
 
 
+def test_decay_ends_with_the_trainers_steps(tmp_path):
+    plain, decayed = fit(tmp_path, finch(ema=0.99))[0].rates, fit(tmp_path, finch(ema=0.99, decay=0.5))[0].rates
+    assert decayed[:7] == plain[:7]
+    assert decayed[-1] == pytest.approx(plain[-1] / 6, rel=0.05)  # at other losses
+    with pytest.raises(ValueError, match=r"^decay=0\.5 needs the number of the run's steps: total_steps=inf is none"):
+        fit(tmp_path, finch(decay=0.5), max_epochs=-1)
+
+
 def test_resumes_bit_for_bit(tmp_path):
     straight, _ = fit(tmp_path, finch())
     _, trainer = fit(tmp_path, finch(), max_epochs=1)

@@ -68,7 +68,7 @@ def test_rates_equal_the_scalar_reference(init, tmp_path):
     assert logged(trainer, "ema_loss")[-1] == pytest.approx((ETA_BASE / expected[-1]) ** 2, rel=1e-5)
 
 
-def test_warmup_and_defaults(tmp_path, caplog):
+def test_warmup_decay_and_defaults(tmp_path, caplog):
     warm = train(tmp_path / "warm", finch(warmup_steps=4))
     shares = [0.25, 0.5, 0.75, 1, 1, 1]
     expected = finch_rates(logged(warm), ETA_BASE, ETA_MAX, 4.0)
@@ -79,6 +79,12 @@ def test_warmup_and_defaults(tmp_path, caplog):
     for callback, steps in ((finch(), 4), (finch(), 0.6), (finch(warmup_steps=4), 2)):
         again = train(tmp_path / "again", callback, warmup_steps=steps)
         assert logged(again, "learning_rate") == logged(warm, "learning_rate")
+    factors = [1, 1, 1, 1, 2 / 3, 1 / 3]
+    decayed = train(tmp_path / "decayed", finch(decay=0.5))
+    expected = finch_rates(logged(decayed), ETA_BASE, ETA_MAX, 4.0)
+    assert logged(decayed, "learning_rate") == pytest.approx(
+        [a * b for a, b in zip(factors, expected, strict=True)], rel=1e-6
+    )
     assert not caplog.records
     rate = TrainingArguments(str(tmp_path)).learning_rate
     callback = FinchCallback()

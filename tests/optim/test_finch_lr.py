@@ -87,6 +87,27 @@ def test_finch_lr_resumes_bit_for_bit(make, loads_optimizer, init):
     assert resumed.state_dict() == straight.state_dict()
 
 
+@pytest.mark.parametrize("make", [optimizer_with, fused_with_tensor], ids=["host", "tensor"])
+@pytest.mark.parametrize("decay", [0.33, 0.9])
+def test_finch_lr_decay_is_a_factor_and_resumes(make, decay):
+    """Of the last 8 x decay steps the k-th from the end has k / (8 x decay) of FINCH's rate; a step after the last has 0."""
+    total, rates, optimizer = len(LOSSES), [], make(2e-5, 1e-5)
+    schedule = FinchLR(optimizer, eta_max=5e-5, init=3.6, decay=decay, total_steps=total)
+    for step, loss in enumerate([*LOSSES, 1.0]):
+        if step == total - 2:
+            state, optimizer = schedule.state_dict(), make(2e-5, 1e-5)
+            schedule = FinchLR(optimizer, eta_max=5e-5, init="first_batch", decay=decay, total_steps=total)
+            schedule.load_state_dict(state)
+            assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(rates[-1], rel=1e-14)
+        schedule.step(torch.tensor(loss, dtype=torch.float64))
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        assert float(optimizer.param_groups[1]["lr"]) == pytest.approx(rates[-1] / 2, rel=1e-14)
+    plain = [eta for _, eta in reference(LOSSES, 2e-5, 5e-5, 0.9, 3.6)]
+    factors = [min(1.0, (total - step) / (decay * total)) for step in range(total)]
+    assert 0 < factors[-1] < 1 == factors[0]
+    assert rates == pytest.approx([*(a * b for a, b in zip(plain, factors, strict=True)), 0.0], rel=1e-14, abs=0)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_finch_lr_raise_leaves_the_state_unchanged(bad):
     optimizer = optimizer_with(1e-3)
@@ -163,7 +184,8 @@ def test_finch_lr_batch_without_targets_changes_nothing(make):
 
 
 def test_finch_lr_does_not_read_a_tensor_loss():
-    schedule, reads = FinchLR(fused_with_tensor(1e-3, 1e-4), eta_max=1.0, init=2.0), HostReads()
+    options = {"init": 2.0, "decay": 0.9, "total_steps": 3}
+    schedule, reads = FinchLR(fused_with_tensor(1e-3, 1e-4), eta_max=1.0, **options), HostReads()
     with reads:
         reads.is_started = True
         for loss in (torch.tensor(3.0), torch.tensor(math.nan), torch.tensor(2.0)):
@@ -175,7 +197,7 @@ def test_finch_lr_does_not_read_a_tensor_loss():
 def test_finch_lr_on_cuda_does_not_synchronize():
     parameter = torch.nn.Parameter(torch.ones(3, device="cuda"))
     optimizer = torch.optim.AdamW([parameter], lr=torch.tensor(1e-3, device="cuda"), fused=True)
-    schedule = FinchLR(optimizer, eta_max=1.0, init=2.0)
+    schedule = FinchLR(optimizer, eta_max=1.0, init=2.0, decay=0.5, total_steps=3)
     losses = [torch.tensor(value, device="cuda") for value in (3.0, math.nan, 2.0)]
     schedule.step(losses[0])  # moves the state to the device, once
     torch.cuda.set_sync_debug_mode("error")
@@ -200,6 +222,8 @@ def test_finch_lr_on_cuda_does_not_synchronize():
         ("eta_base", [0.0], "must be above 0"),
         ("init", [0.0, -3.0, math.inf, "dataset", "first"], ""),
         ("eps", [-1e-8], "must not be negative"),
+        ("decay", [1.0, -0.1, math.nan, "0.3"], r"must lie in \[0, 1\)"),
+        ("decay", [0.33], "needs the number of the run's steps: total_steps=None is none; give it"),
         ("on_nonfinite", ["ignore"], "must be 'raise' or 'skip'"),
         ("max_nonfinite", [0], "must be at least 1"),
     ],

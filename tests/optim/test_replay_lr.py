@@ -54,6 +54,12 @@ def test_replay_lr_equals_the_log_at_each_step(run):
         replay.step(1.0)
 
 
+def test_replay_lr_decays(run):
+    replay = ReplayLR(optimizer_with(2e-3), log=run, decay=0.5, total_steps=6)
+    rates = [replay.get_last_lr()[0] for _ in range(6) if replay.step(1.0)]
+    assert rates == pytest.approx([a * b for a, b in zip(logged(run), [1, 1, 1, 1, 2 / 3, 1 / 3], strict=True)])
+
+
 def test_replay_lr_writes_tensor_rates_in_place(run):
     rate = torch.tensor(2e-3, dtype=torch.float64)
     first, second = optimizer_with(rate, fused=True), optimizer_with(1e-2)

@@ -26,24 +26,27 @@ def rate(optimizer):
 
 
 @pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)], ids=["float", "tensor"])
+@pytest.mark.parametrize("decay", [0.0, 0.5])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_torch_lr_equals_torchs_own_order(name, lr):
+def test_torch_lr_equals_torchs_own_order(name, decay, lr):
     """There the scheduler steps after the optimizer; also with an optimizer for each parameter, and resumed from JSON."""
+    options = {"decay": decay, "total_steps": 9}
     (reference,) = optimizers(lr=lr)
     scheduler, expected = SCHEDULERS[name](reference), []
-    for _ in range(9):
-        expected.append(float(rate(reference)))
+    for step in range(9):
+        factor = min(1.0, (9 - step) / (9 * decay)) if decay else 1.0
+        expected.append(float(rate(reference)) * factor)
         reference.step()
         if scheduler is not None:
             scheduler.step()
 
     ours = optimizers(2, lr)
-    schedule, rates = TorchLR(ours, SCHEDULERS[name](ours[0])), []
+    schedule, rates = TorchLR(ours, SCHEDULERS[name](ours[0]), **options), []
     for step in range(9):
         if step == 5:
             state = json.loads(json.dumps(schedule.state_dict()))
             ours = optimizers(2, lr)
-            schedule = TorchLR(ours, SCHEDULERS[name](ours[0]))
+            schedule = TorchLR(ours, SCHEDULERS[name](ours[0]), **options)
             schedule.load_state_dict(state)
         assert schedule.step(1.0, 3)
         json.dumps(schedule.metrics())
@@ -52,7 +55,7 @@ def test_torch_lr_equals_torchs_own_order(name, lr):
         assert rate(ours[0]) is not rate(ours[1]) or isinstance(lr, float)
         for optimizer in ours:
             optimizer.step()
-    assert rates == [(value,) * 3 for value in expected]
+    assert rates == [(pytest.approx(value, rel=1e-6 if decay else 0),) * 3 for value in expected]
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,8 @@ CASES = {
         "regularizer": {"_component_": "finch.regularization.L2", "strength": 0.1},
         "optimizer": {"_component_": "torchao.optim.AdamW8bit", "lr": 2e-3, "block_size": 64},
     },
+    "constant, decaying": {"lr_scheduler": {"decay": 0.33}},
+    "finch, decaying": {"lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": 5e-3, "decay": 0.9}},
     "optimizer in the backward": {"optimizer_in_bwd": True, "clip_grad_norm": None},
 }
 
@@ -78,6 +80,9 @@ def test_resume_within_an_epoch_equals_uninterrupted(name, config, tmp_path, mon
     uninterrupted = finished(tmp_path / "uninterrupted", config, recipe=recipe)
     last = uninterrupted.column("step")[-1]
     assert last >= 10
+    if "constant" in name:
+        factors = [min(1, (last - step) / (0.33 * last)) for step in range(last)]
+        assert uninterrupted.column("lr") == pytest.approx([config["optimizer"]["lr"] * each for each in factors])
     broken = broken_config(config, tmp_path / "broken", every_n_steps=3, **{"async": "finch" in name or "lora" in name})
     for stop in (5, last - 2):
         run_broken(tmp_path / "b", broken, monkeypatch, stop, recipe=recipe)

@@ -56,15 +56,15 @@ def _check_schedule(config: Any) -> None:
     defaults = FinchLRSchedulersContainer.FINCHConfig()
     for field in fields(LRSchedulersContainer.Config):
         value, default = getattr(settings, field.name), getattr(defaults, field.name)
-        if value != default and field.name != "warmup_steps":
+        if value != default and field.name not in ("warmup_steps", "decay_ratio", "total_steps"):
             raise UserError(
-                f"lr_scheduler.{field.name}={value} is not supported: FINCH has no decay; leave it at {default}"
+                f"lr_scheduler.{field.name}={value} is not supported: FINCH's decay is linear, to 0; leave it at {default}"
             )
     groups = config.optimizer.param_groups
     lr = groups[0].optimizer_kwargs.get("lr") if groups else None
     if lr is None:
         raise UserError("optimizer.param_groups: the first group has no lr, which is FINCH's eta_base; set it")
-    build_schedule(settings, [torch.optim.SGD([torch.zeros(())], lr=lr)])
+    build_schedule(settings, [torch.optim.SGD([torch.zeros(())], lr=lr)], config.training.steps)
 
 
 def _check_loss(loss: Any, parallelism: Any) -> None:

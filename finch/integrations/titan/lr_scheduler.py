@@ -33,7 +33,7 @@ class FinchLRSchedulersContainer(LRSchedulersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class FINCHConfig(LRSchedulersContainer.Config):
-        """FINCH has no decay: except for ``warmup_steps`` the fields of TorchTitan's schedule keep their defaults."""
+        """Of TorchTitan's fields ``warmup_steps``, ``decay_ratio``, to 0, and ``total_steps`` have an effect; the others keep their defaults."""
 
         warmup_steps: int = 0
         """Of these first updates the i-th takes i / warmup_steps of the rate; the paper's FINCH has none."""
@@ -60,26 +60,27 @@ class FinchLRSchedulersContainer(LRSchedulersContainer):
         """How many non-finite losses in a row end the run under ``skip``."""
 
         def build(self, *, optimizers: OptimizersContainer, training_steps: int) -> FinchLRSchedulersContainer:
-            return FinchLRSchedulersContainer(self, optimizers)
+            return FinchLRSchedulersContainer(self, optimizers, training_steps)
 
     Config = FINCHConfig
 
-    def __init__(self, config: FINCHConfig, optimizers: OptimizersContainer) -> None:
-        self._config, self._optimizers = config, list(optimizers)
+    def __init__(self, config: FINCHConfig, optimizers: OptimizersContainer, training_steps: int) -> None:
+        self._config, self._optimizers, self._steps = config, list(optimizers), training_steps
         self._has_tensor_lr = all(map(_is_fused, self._optimizers))
         for optimizer in self._optimizers if self._has_tensor_lr else ():
             # torch sets it where `fused` is an argument of the optimizer; TorchTitan gives it to the param groups.
             vars(optimizer).update(_step_supports_amp_scaling=True)
             on_local_shards(optimizer)
         self.init = config.init
-        self.schedule = build_schedule(config, self._optimizers)
+        self.schedule = build_schedule(config, self._optimizers, training_steps)
         self._hold_lr_as_tensors()  # now that eta_base is read: the tensors have fp32's digits
         self.schedulers = [self.schedule]
         self.has_state = False
 
     def start(self, mean_loss: float) -> None:
         """Starts the average at ``mean_loss``, in nats: ``init: dataset``."""
-        self.schedule = build_schedule(self._config, self._optimizers, init=mean_loss, eta_base=self.schedule.eta_base)
+        options = {"init": mean_loss, "eta_base": self.schedule.eta_base}
+        self.schedule = build_schedule(self._config, self._optimizers, self._steps, **options)
         self.schedulers = [self.schedule]
 
     def set_lr(self, loss: torch.Tensor, targets: torch.Tensor) -> bool:
@@ -125,6 +126,7 @@ def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
 def build_schedule(
     config: FinchLRSchedulersContainer.FINCHConfig,
     optimizers: list[torch.optim.Optimizer],
+    training_steps: int,
     *,
     init: float | None = None,
     eta_base: float | None = None,
@@ -145,6 +147,8 @@ def build_schedule(
                 ema=config.ema,
                 eps=config.eps,
                 warmup_steps=config.warmup_steps,
+                decay=config.decay_ratio or 0.0,
+                total_steps=config.total_steps or training_steps,
                 on_nonfinite=config.on_nonfinite,
                 max_nonfinite=config.max_nonfinite,
             )

@@ -18,6 +18,7 @@ from finch.base.extras import missing_after_training
 from finch.base.files import existing_part, gigabytes
 from finch.cli.early_checks import build_model, config_checks, device_of, machine_checks, only_errors_logged, read_job
 from finch.cli.run import number_of_ranks, parse_arguments
+from finch.config.instantiate import component_of
 from finch.config.methods import LORA_RECIPE
 from finch.config.resolved import format_value
 
@@ -127,7 +128,7 @@ class Report:
         self._print(f"{self._config}: {recipe} on {self._ranks} rank{'s' if self._ranks > 1 else ''}")
         for key in ("lr_scheduler", "loss", "regularizer", "kl_penalty", "optimizer"):
             if cfg.get(key) is not None and not errors:
-                self._print(f"{key} {cfg[key]['_component_']}" + _rates(cfg, key))
+                self._print(f"{key} {component_of(cfg[key]) or 'constant'}" + _rates(cfg, key))
         for error in errors:
             self._problem(error)
         checks: list[Callable[[], Any]] = [*config_checks(cfg, self._ranks)]

@@ -56,7 +56,8 @@ def check(finch_config):
     [
         ("parallelism.spmd_backend", "full_dtensor", "parallelism.spmd_backend=full_dtensor is not supported"),
         ("parallelism.pipeline_parallel_degree", 2, "parallelism.pipeline_parallel_degree=2 is not supported"),
-        ("lr_scheduler.decay_ratio", 0.5, "lr_scheduler.decay_ratio=0.5 is not supported: FINCH has no decay"),
+        ("lr_scheduler.decay_type", "sqrt", "lr_scheduler.decay_type=sqrt is not supported: FINCH's decay is linear"),
+        ("lr_scheduler.decay_ratio", 1.0, "lr_scheduler: decay=1.0 must lie in [0, 1)"),
         ("lr_scheduler.ema", 1.5, "lr_scheduler: ema=1.5"),
         ("hf_assets_path", "/nowhere", "hf_assets_path=/nowhere is not a folder"),
         ("loss", {"objective": "TALR"}, "loss.tau=None"),
@@ -69,6 +70,29 @@ def test_setting_is_refused(check, path, value, message):
     from finch.integrations.titan.losses import ObjectiveLoss
 
     assert message in check(path, ObjectiveLoss.Config(**value) if path == "loss" else value)
+
+
+@pytest.mark.parametrize("total_steps", [None, 6])
+def test_decay_is_torchtitans(total_steps):
+    """At a loss of 1 nat: its ``decay_ratio`` of ``total_steps``, or of the training's."""
+    from torchtitan.components.optimizer import LRSchedulersContainer
+
+    from finch.integrations.titan.lr_scheduler import FinchLRSchedulersContainer
+
+    rates = []
+    for cls in (FinchLRSchedulersContainer, LRSchedulersContainer):
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=1e-5)
+        config = cls.Config(warmup_steps=0, decay_ratio=0.5, total_steps=total_steps)
+        schedule, own = config.build(optimizers=[optimizer], training_steps=8), []
+        for _ in range(6):
+            if cls is FinchLRSchedulersContainer:
+                schedule.set_lr(torch.tensor(1.0), torch.tensor(3))
+            own.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        rates.append(own)
+    assert rates[0] == pytest.approx(rates[1])
+    assert rates[0][-1] < rates[0][0]
 
 
 def test_other_component_is_refused(check, plain):
