@@ -23,6 +23,7 @@ RUN/.lock                         held while a run writes here
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -150,6 +151,12 @@ def _metrics_line(text: bytes) -> dict[str, Any] | None:
 def _is_number(value: Any) -> bool:
     # False as well for NaN, and for an integer that is too large for float().
     return value is None or (isinstance(value, (int, float)) and abs(value) <= sys.float_info.max)
+
+
+def add_dose(total: float, line: Mapping[str, Any]) -> float:
+    """``eta_sqrt_loss_sum`` after a line of metrics.jsonl, which older ones lack; NaN where lines were lost."""
+    known = line.get("eta_sqrt_loss_sum", total + (line.get("eta_sqrt_loss") or 0.0))
+    return math.nan if known is None else known
 
 
 def is_event(line: Mapping[str, Any]) -> bool:

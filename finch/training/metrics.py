@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import math
 import os
@@ -56,6 +57,7 @@ class MetricsLog:
         self._last_report = time.perf_counter()
         self._file: FileIO | None = None
         self._lines = self._size = 0
+        self._dose = 0.0
         self._unwritten: list[str] = []
 
     def open(self, config: Any = None, *, first_step: int = 0, first_lines: int | None = None) -> None:
@@ -67,7 +69,10 @@ class MetricsLog:
             first_lines: lines the file had when that step was saved (``num_lines()``); None: unknown.
         """
         if self._is_writer:
-            self._lines = _drop_lines_after(self.path, first_step, first_lines)
+            kept = _drop_lines_after(self.path, first_step, first_lines)
+            self._lines = len(kept)
+            # A log that is gone has taken the sum with it.
+            self._dose = functools.reduce(run_files.add_dose, kept, 0.0 if kept or not first_step else math.nan)
             # Unbuffered: a killed run loses no line, and a full disk shows at the line that it refuses.
             self._file = self.path.open("ab", buffering=0)
             self._size = self._file.tell()
@@ -129,6 +134,7 @@ class MetricsLog:
         rate = sum(line["num_target_tokens"] for line in lines) / seconds / self._world_size
         for line in lines:
             line["tokens_per_second_per_gpu"] = rate
+            line["eta_sqrt_loss_sum"] = self._dose = run_files.add_dose(self._dose, line)
         if not self._is_writer or self._file is None:
             return
         self._write(*lines)
@@ -254,14 +260,14 @@ class _Transfer:
         return self._lines
 
 
-def _drop_lines_after(path: Path, step: int, first_lines: int | None) -> int:
-    """Returns the number of remaining lines."""
+def _drop_lines_after(path: Path, step: int, first_lines: int | None) -> list[dict[str, Any]]:
+    """Returns the remaining lines."""
     if not os.path.lexists(path):
         if step:
             logger.warning(
                 f"{path} is gone: the numbers of the steps up to {step} are lost, the run itself goes on unchanged"
             )
-        return 0
+        return []
     lines = run_files.metrics_lines(path)
     # A last line cut short is what a kill leaves. Any other was damaged: a copy of the file is kept.
     if None in lines[:-1]:
@@ -270,7 +276,7 @@ def _drop_lines_after(path: Path, step: int, first_lines: int | None) -> int:
     kept = [line for line in lines[:first_lines] if line is not None and line["step"] <= step]
     with files.atomic_file(path) as partial:
         files.write_text(partial, "".join(json.dumps(line) + "\n" for line in kept))
-    return len(kept)
+    return kept
 
 
 def _plain(value: Any) -> Any:

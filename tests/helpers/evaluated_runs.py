@@ -56,6 +56,7 @@ def write_metrics(folder: Path, *, learned: float, forgotten: float, peak: float
     """
     lines: list[dict[str, Any]] = []
     probes = {"facts/accuracy": (0.0, learned), "facts/loss": (3.0, -2.0), "stories/loss": (1.4, forgotten)}
+    probes["own/kl"] = (0.0, forgotten)
     ema = 3.4
     for step in range(steps + 1):
         progress, epoch = step / steps, max(0, int(2 * (step - 1) / steps))

@@ -270,7 +270,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 def assert_same_run(resumed, straight):
     assert resumed.returncode == 0, resumed.output[-3000:]
-    names = ("step", "loss", "ema_loss", "lr", "grad_norm", "num_target_tokens")
+    names = ("step", "loss", "ema_loss", "lr", "grad_norm", "num_target_tokens", "eta_sqrt_loss_sum")
     assert resumed.columns(*names) == straight.columns(*names)
     assert resumed.metrics(validation=True) == straight.metrics(validation=True)
     folders = sorted(path.name for path in straight.folder.glob("epoch_*"))

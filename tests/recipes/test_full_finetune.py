@@ -23,7 +23,18 @@ from finch.training import hooks
 from finch.training.metrics import MetricsLog
 from finch.training.step_loss import StepLoss
 
-METRICS = {"step", "epoch", "loss", "ema_loss", "lr", "lr_is_capped", "eta_sqrt_loss", "grad_norm", "num_target_tokens"}
+METRICS = {
+    "step",
+    "epoch",
+    "loss",
+    "ema_loss",
+    "lr",
+    "lr_is_capped",
+    "eta_sqrt_loss",
+    "eta_sqrt_loss_sum",
+    "grad_norm",
+    "num_target_tokens",
+}
 
 
 @pytest.fixture(scope="module")

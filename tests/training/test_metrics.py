@@ -30,6 +30,7 @@ def test_metrics_log_reads_tensors_only_when_it_reports(tmp_path):
     lines = read_metrics(file)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert lines[0]["eta_sqrt_loss"] == pytest.approx(1e-3 * math.sqrt(4.0))
+    assert [line["eta_sqrt_loss_sum"] for line in lines] == pytest.approx([2e-3, 4e-3, 6e-3, 7e-3])
     assert (lines[0]["lr_is_capped"], lines[0]["num_target_tokens"]) == (True, 50)
     assert len({line["tokens_per_second_per_gpu"] for line in lines[:3]}) == 1
     [logged] = recorder.log_dict.call_args_list
@@ -64,6 +65,26 @@ def test_a_closing_log_waits_for_the_device_for_a_while_only(tmp_path, monkeypat
     log.add(2, step_metrics(torch.tensor(2.0)))
     log.close()
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == steps
+
+
+@pytest.mark.parametrize("lost", [None, "the sums, of an earlier version", "the file"])
+def test_sum_of_the_doses_continues(tmp_path, lost):
+    file, sums = tmp_path / "metrics.jsonl", []
+    for first in (0, 3, 5):
+        log = MetricsLog(tmp_path, None, is_writer=True)
+        log.open(first_step=first)
+        for step in range(first + 1, first + 4):
+            log.add(step, step_metrics(math.nan if step == 2 else 0.3 * step))
+        log.close()
+        if lost == "the file":
+            file.unlink()
+        elif lost:
+            lines = [{key: line[key] for key in line if key != "eta_sqrt_loss_sum"} for line in read_metrics(file)]
+            file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        sums.append(log._dose)
+    doses = [0.0 if step == 2 else 1e-3 * math.sqrt(0.3 * step) for step in range(1, 9)]
+    expected = [sum(doses[:3]), sum(doses[:6]), sum(doses)]
+    assert sums == (pytest.approx([expected[0], math.nan, math.nan], nan_ok=True) if lost == "the file" else expected)
 
 
 def test_metrics_log_drops_lines_after_its_checkpoint(tmp_path):

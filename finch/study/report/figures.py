@@ -247,7 +247,7 @@ def draw_calibration(answers: Sequence[tuple[Style, Answers]], folder: Path, cho
     return save(figure, folder, "calibration", "Stated confidence against accuracy", caption)
 
 
-def thin(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
+def thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
     """At most ``MAX_POINTS`` of the points, evenly spaced, the last one included: a page holds many curves."""
     chosen = sorted({*range(0, len(steps), math.ceil(len(steps) / MAX_POINTS)), len(steps) - 1})
     return [steps[index] for index in chosen], [values[index] for index in chosen]
@@ -268,6 +268,7 @@ def draw_curves(
     caption: str,
     label: str,
     *,
+    x_label: str = "step",
     from_zero: bool = False,
     is_scientific: bool = False,
     is_inverted: bool = False,
@@ -281,7 +282,7 @@ def draw_curves(
 
     styles = report.names.styles
     curves = [curve for curve in curves if curve.method in styles]
-    figure, axes = new_figure(3.0, "step", label)
+    figure, axes = new_figure(3.0, x_label, label)
     for curve in sorted(curves, key=lambda one: one.is_paper):
         style = styles[curve.method]
         steps, values = thin(curve.steps, curve.values)
@@ -298,7 +299,7 @@ def draw_curves(
     if is_scientific:
         axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
         axes.yaxis.get_offset_text().set(color=COLOURS["ink"], fontsize=9)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=x_label == "step", steps=[1, 2, 5, 10]))
     axes.set_xlim(0, max((curve.steps[-1] for curve in curves), default=0) or 1)
     axes.yaxis.set_inverted(is_inverted)
     name_ends(axes)

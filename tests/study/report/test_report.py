@@ -106,6 +106,6 @@ def test_every_figure_is_a_file_and_in_both_texts(report):
     svgs = {path.stem for path in (report / "figures").glob("*.svg")}
     assert svgs == {path.stem for path in (report / "figures").glob("*.png")}
     assert {"trade_off", "front", "calibration", "reliability_halueval"} <= svgs
-    assert {"learning_rate", "loss", "eta_sqrt_loss", "probe_facts_accuracy", "probe_stories_loss"} <= svgs
+    assert {"learning_rate", "loss", "eta_sqrt_loss", "dose_own", "probe_facts_accuracy", "probe_stories_loss"} <= svgs
     html, markdown = (report / "report.html").read_text(), (report / "report.md").read_text()
     assert all(f'id="figure-{name}"' in html and f"figures/{name}.png" in markdown for name in svgs)

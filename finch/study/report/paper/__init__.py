@@ -34,10 +34,10 @@ _SIZES = {  # model_type, hidden_size, num_hidden_layers, vocab_size
 
 @dataclass(frozen=True)
 class Curve:
-    """A run's, or the paper's: values over steps."""
+    """A run's, or the paper's: values over steps, or over what the steps add up to."""
 
     method: str
-    steps: Sequence[int]
+    steps: Sequence[float]
     values: Sequence[float]
     is_paper: bool = False
 
