@@ -20,7 +20,7 @@ from finch.base.extras import require_extras
 from finch.base.files import PARTIAL, atomic_file
 from finch.base.log import quiet_dependencies
 from finch.cli.arguments import Parser, positive
-from finch.evaluation.chat_client import ChatClient, ChatRequest, RequestLog, count_calls
+from finch.evaluation.chat_client import ChatClient, ChatRequest, RequestLog, count_calls, read_prompt
 
 PROMPT = (
     "Translate the user's message into {language}. Keep its exact meaning: add nothing, leave nothing out, and do not answer it or carry "
@@ -39,11 +39,12 @@ class Translation:
     columns: tuple[str, ...]
     language: str
     model: str
+    prompt: str = PROMPT
 
     def request(self, text: str) -> ChatRequest:
         # A translation has at most about as many tokens as the text has bytes, also in languages with few tokens in the vocabulary.
         max_tokens = _MIN_TOKENS + len(text.encode())
-        return ChatRequest(self.model, PROMPT.format(language=self.language), text, max_tokens)
+        return ChatRequest(self.model, self.prompt.replace("{language}", self.language), text, max_tokens)
 
     def requests(self) -> list[ChatRequest]:
         """One for each different text, in the rows' order. Blank texts have none and stay as they are."""
@@ -69,7 +70,9 @@ class Translation:
         return {name: row[name] for name in self.columns if (row.get(name) or "").strip()}
 
 
-def read_translation(data_files: list[str], language: str, model: str, limit: int | None) -> Translation:
+def read_translation(
+    data_files: list[str], language: str, model: str, limit: int | None, prompt: str = PROMPT
+) -> Translation:
     """The first ``limit`` rows.
 
     Raises UserError for files that cannot be read, rows of another format, or a row with a field that is missing or not text.
@@ -91,7 +94,7 @@ def read_translation(data_files: list[str], language: str, model: str, limit: in
                     problem = "missing" if value is None else f"{type(value).__name__}, not text"
                     raise UserError(f"data_files={file}: row {number}: its field {column!r} is {problem}; fix that row")
             rows.append(row)
-    return Translation(rows, tuple(found.columns.values()), language, model)
+    return Translation(rows, tuple(found.columns.values()), language, model, prompt)
 
 
 def write_rows(out: Path, translation: Translation, log: RequestLog) -> None:
@@ -127,7 +130,8 @@ def main(arguments: list[str] | None = None) -> None:
     out: Path = parsed.out
     if any(Path(file).resolve() == out.resolve() for file in parsed.data_files):
         raise UserError(f"--out={out} is one of the files to translate; give another path")
-    translation = read_translation(parsed.data_files, parsed.language, parsed.model, parsed.limit)
+    prompt = PROMPT if parsed.prompt is None else read_prompt(parsed.prompt)
+    translation = read_translation(parsed.data_files, parsed.language, parsed.model, parsed.limit, prompt)
     log_path = out.with_name(out.name + ".requests")  # not .jsonl, so that no pattern takes it for rows
     if parsed.dry_run:
         calls = count_calls(log_path, translation.requests(), "texts", "translated")
@@ -154,6 +158,8 @@ def _parser() -> Parser:
     add("--language", required=True, help="to translate into, such as Galician")
     add("--base-url", required=True, metavar="URL", help="of the server, such as http://localhost:8000/v1")
     add("--model", required=True, metavar="NAME", help="its name on the server")
+    prompt = "the model's system prompt in place of this program's; {language} in it is replaced"
+    add("--prompt", type=Path, metavar="FILE", help=prompt)
     budget = "tokens that all answers for this output may take, earlier starts included"
     add("--max-tokens-budget", type=positive(int), metavar="N", help=budget)
     add("--limit", type=positive(int), metavar="N", help="only the first N rows")

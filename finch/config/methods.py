@@ -139,7 +139,7 @@ METHODS: dict[str, Method] = {
     ),
     "dft": Method("each token's loss is scaled by its probability", {"loss": {"_component_": "finch.objectives.DFT"}}),
     "talr": Method(
-        "dft with a sharpness that follows the loss of the batch, and a minimum weight",
+        "dft with a sharpness that follows the loss of the batch, as Lin et al. have it (FINCH's paper: loss.tau=NUMBER), and a minimum weight",
         {"loss": {"_component_": "finch.objectives.TALR"}},
     ),
     "stm": Method(

@@ -464,7 +464,7 @@ class TALR(Arguments):
     component, key = "finch.objectives.TALR", "loss"
 
     tau: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["auto", "exact", "lagged"] = "auto"
-    """in nats, or from the median sequence loss of this step (exact) or of the one before (lagged); auto: exact where a step has one micro-batch"""
+    """a constant in nats (FINCH's paper), or the median sequence loss of this step (exact; Lin et al.) or of the one before (lagged); auto: exact where a step has one micro-batch"""
     w_min: Annotated[float, Field(ge=0, le=1)] = 0.01
     """least weight of a token"""
 

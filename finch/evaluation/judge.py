@@ -27,7 +27,7 @@ VERDICTS = {"A>>B": 1.0, "A>B": 1.0, "A=B": 0.5, "B>A": 0.0, "B>>A": 0.0}
 PROMPT_VERSION = 1
 """Of judge_prompt.txt; another prompt needs another number."""
 _PROMPT = resources.files(__package__).joinpath("judge_prompt.txt").read_text(encoding="utf-8")
-SYSTEM, USER = _PROMPT.removesuffix("\n").split("\n=====\n")
+_FIELD = re.compile(r"\{(instruction|first|second)\}")
 TUNED_FIRST, BASE_FIRST = "tuned_first", "base_first"
 Verdicts = Mapping[str, str | None]
 """A document's verdict in each order; None where the judge gave none that can be read."""
@@ -36,6 +36,26 @@ MIN_FIRST_ANSWERS = 20
 _IN_BRACKETS = re.compile(r"\[\[(.*?)\]\]")
 _REMEDY = f"make them with: finch evaluate --suite {SUITE} --base DIR --tuned RUN --out DIR"
 _JUDGED = "; judged: "  # in a definition, between how the answers were made and how they were judged
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the judge is told. ``name``: in a result's definition."""
+
+    system: str
+    user: str
+    name: str
+
+    @classmethod
+    def of(cls, text: str = _PROMPT, name: str = str(PROMPT_VERSION)) -> Prompt:
+        """A system prompt, and after a line ===== a user turn, else finch's. Raises UserError for a turn that lacks one of its three fields."""
+        system, _, user = text.strip().partition("\n=====\n")
+        user = user or _PROMPT.strip().partition("\n=====\n")[2]
+        if missing := {"instruction", "first", "second"} - set(_FIELD.findall(user)):
+            raise UserError(
+                f"--prompt: the turn after ===== lacks {{{min(missing)}}}; name {{instruction}}, {{first}} and {{second}}"
+            )
+        return cls(system, user, name)
 
 
 @dataclass(frozen=True)
@@ -66,6 +86,7 @@ class Comparison:
         tuned: the tuned model's, to the same documents in the same order.
         model: the judge's name on the server.
         max_answer_tokens: of a judgement.
+        prompt: of the judge.
         limit: of documents, the first ones; None: all.
     """
 
@@ -73,6 +94,7 @@ class Comparison:
     tuned: Answers
     model: str
     max_answer_tokens: int
+    prompt: Prompt
     limit: int | None = None
 
     @cached_property
@@ -102,7 +124,8 @@ class Comparison:
     def _request(self, instruction: str, first: str, second: str) -> ChatRequest:
         texts = {"instruction": instruction, "first": first, "second": second}
         encodable = {name: text.encode("utf-8", "replace").decode() for name, text in texts.items()}
-        return ChatRequest(self.model, SYSTEM, USER.format(**encodable), self.max_answer_tokens)
+        user = _FIELD.sub(lambda field: encodable[field[1]], self.prompt.user)
+        return ChatRequest(self.model, self.prompt.system, user, self.max_answer_tokens)
 
 
 def parse_verdict(text: str) -> str | None:
@@ -150,7 +173,9 @@ def find_answers(path: Path) -> Path:
     raise UserError(f"{path} has no answers of the language task; {_REMEDY}")
 
 
-def read_comparison(path: Path, model: str, max_tokens: int, limit: int | None, *, is_control: bool) -> Comparison:
+def read_comparison(
+    path: Path, model: str, max_tokens: int, prompt: Prompt, limit: int | None, *, is_control: bool
+) -> Comparison:
     """A tuned model's answers and those of the base model that its result names.
 
     Args:
@@ -172,7 +197,7 @@ def read_comparison(path: Path, model: str, max_tokens: int, limit: int | None, 
         raise UserError(
             f"{path} and {base_file} answer different prompts ({len(set(before) & set(after))} in common, of {len(after)} and {len(before)}); evaluate both again with the same data, --limit and chat template"
         )
-    return Comparison(base, tuned, model, max_tokens, limit)
+    return Comparison(base, tuned, model, max_tokens, prompt, limit)
 
 
 def _read_answers(path: Path) -> Answers:
@@ -194,7 +219,7 @@ def write_scores(comparison: Comparison, verdicts: Mapping[int, Verdicts]) -> li
         for sample in tuned.samples
     ]
     definition = (
-        f"(W + T/2)/N against the base model, W wins and T ties in N judgements of {comparison.model} with prompt {PROMPT_VERSION}: "
+        f"(W + T/2)/N against the base model, W wins and T ties in N judgements of {comparison.model} with prompt {comparison.prompt.name}: "
         "both orders of each pair, five verdicts folded to win, tie and loss; documents without a verdict in both orders are left out"
     )
     _write(tuned, samples, definition, tuned.task.others | summarize(verdicts.values()))
@@ -211,7 +236,7 @@ def write_base_scores(comparison: Comparison, control: Mapping[str, float | None
     samples = [{**sample, "score": BASE_SCORE} for sample in base.samples]
     definition = "(W + T/2)/N of the base model against itself, 0.5 by definition"
     if control is not None:
-        definition += f"; control by {comparison.model} with prompt {PROMPT_VERSION}"
+        definition += f"; control by {comparison.model} with prompt {comparison.prompt.name}"
     elif _JUDGED in base.task.definition:
         definition = base.task.definition.partition(_JUDGED)[2]
     others = {f"control_{name}": value for name, value in (control or {}).items()}

@@ -161,10 +161,10 @@ class TALR(Objective):
     0 stays 0 and a non-finite loss shows. At tau = 0 the weights are the limit: 1 where the loss is 0, w_min elsewhere.
 
     Args:
-        tau: in nats. ``"exact"``: the median of f_s over the sequences of this step's batch, as in the paper; it must be known
+        tau: in nats. ``"exact"``: the median of f_s over the sequences of this step's batch, as Lin et al. have it; it must be known
             before the first backward, so with several micro-batches each forward runs twice. ``"lagged"``: the median of the
             step before, at no extra forward. ``"auto"``: exact where a step has one micro-batch, since it costs nothing there,
-            else lagged. A number: constant.
+            else lagged. A number: constant, as FINCH's paper writes TALR.
         w_min: the least weight, in [0, 1].
 
     Raises ValueError if an argument is out of range.

@@ -190,6 +190,38 @@ def test_another_judge_judges_again(judge, server, folders):
     assert answers_definition(second.definition) == "greedy, chat template"
 
 
+@pytest.mark.parametrize(
+    ("text", "turn"),
+    [
+        ("Which is {better}?", None),
+        ("Which?\n=====\nOf {instruction}: {first}{second}{{}}", "Of Escribe 0.: tuned 0base 0{{}}"),
+    ],
+)
+def test_prompt_of_a_file(judge, server, tmp_path, folders, text, turn):
+    """As it is, braces and all; the definition names it."""
+    server.answer = says("[[A=B]]")
+    (tmp_path / "b4.txt").write_text(text)
+    assert judge("--prompt", str(tmp_path / "b4.txt"), "--concurrency", "1", "--limit", "1")[0] == 0
+    system, user = (message["content"] for message in server.requests[0]["messages"])
+    assert system == text.partition("\n=====")[0]
+    assert user == turn or (turn is None and answers_in(user) == ["tuned 0", "base 0"])
+    assert re.search(
+        r"judgements of m with prompt b4\.txt [0-9a-f]{8}: ", task_of(folders[1] / "evaluation").definition
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [(None, "cannot be read"), ("", "is empty"), ("a\n=====\n{first}", "lacks {instruction}")]
+)
+def test_prompt_that_is_none(judge, server, tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "b4.txt").write_text(text)
+    code, _, err = judge("--prompt", str(tmp_path / "b4.txt"))
+    assert (code, server.texts) == (1, [])
+    assert "--prompt" in err
+    assert message in err
+
+
 def test_useless_judgements_count_as_unparsed(judge, server, folders):
     text = "Escribe 3."
     cut_off = completion("I think that", finish_reason="length")

@@ -54,6 +54,13 @@ def test_each_text_is_translated_once(translate, server, tmp_path, monkeypatch):
     assert "Galician" in server.requests[0]["messages"][0]["content"]
 
 
+def test_prompt_of_a_file(translate, server, tmp_path):
+    (tmp_path / "b4.txt").write_text("Into {language}, as {json}.\n")
+    assert translate("--prompt", str(tmp_path / "b4.txt"))[0] == 0
+    assert {each["messages"][0]["content"] for each in server.requests} == {"Into Galician, as {json}."}
+    assert "--prompt=/nowhere cannot be read" in translate("--prompt", "/nowhere")[2]
+
+
 def test_texts_without_a_translation_leave_their_rows_out(translate, server, tmp_path):
     server.answer = lambda _, text: refusal(400, "no") if text == "a tree" else completion(text.upper())
     code, _, err = translate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from finch.base.errors import UserError
 from finch.base.extras import require_extras
 from finch.cli.arguments import positive
 from finch.evaluation import judge as task
-from finch.evaluation.chat_client import ChatClient, ChatRequest, RequestLog, count_calls
+from finch.evaluation.chat_client import ChatClient, ChatRequest, RequestLog, count_calls, read_prompt
 
 LOG = "language.requests"
 """In the base model's folder: every answer. Not .json, so that no reader takes it for a result."""
@@ -30,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="NAME", help="its name on the server")
     for name, (default, text) in _NUMBERS.items():
         parser.add_argument(f"--{name}", type=positive(int), default=default, metavar="N", help=text)
+    prompt = "the judge's system prompt in place of finch's; after a line ===== the user turn, with {instruction}, {first} and {second}"
+    parser.add_argument("--prompt", type=Path, metavar="FILE", help=prompt)
     parser.add_argument("--dry-run", action="store_true", help="count documents, calls and tokens, and send nothing")
     parser.add_argument("--control", action="store_true", help="judge the base model against itself: it must give 50")
 
@@ -64,7 +67,11 @@ def main(parsed: argparse.Namespace) -> None:
 
 
 def _read_comparisons(parsed: argparse.Namespace) -> list[task.Comparison]:
-    options = (parsed.model, parsed.max_answer_tokens, parsed.limit)
+    prompt = task.Prompt.of()
+    if parsed.prompt is not None:
+        text = read_prompt(parsed.prompt)
+        prompt = task.Prompt.of(text, f"{parsed.prompt.name} {hashlib.sha256(text.encode()).hexdigest()[:8]}")
+    options = (parsed.model, parsed.max_answer_tokens, prompt, parsed.limit)
     files = map(task.find_answers, parsed.results)
     comparisons = [task.read_comparison(file, *options, is_control=parsed.control) for file in files]
     bases = {comparison.base.path.resolve(): comparison for comparison in comparisons}

@@ -5,7 +5,7 @@ import json
 import pytest
 from helpers.evaluated_runs import make_base, make_run
 
-from finch.study.report.paper import accuracy_curves, learning_rate_curves, paper_model, paper_results
+from finch.study.report.paper import accuracy_curves, clipping_results, learning_rate_curves, paper_model, paper_results
 from finch.study.report.report import write_report
 from finch.study.report.runs import read_runs
 
@@ -27,6 +27,14 @@ def test_paper_results():
     found = paper_results("knowledge", "qwen3_4b")
     assert (len(found), found["small_lr"]["task"]) == (11, 65.8)
     assert paper_results(None, "qwen3_4b") == {}
+
+
+def test_appendix_b5():
+    for model, first, last in (("qwen3_4b", (83.5, -9.6), (58.5, -4.6)), ("llama3_8b", (83.3, -9.0), (62.8, -0.4))):
+        found = clipping_results("knowledge", model)
+        assert list(found) == [1.0, 0.1, 0.01, 0.001, 0.0001]
+        assert [tuple(found[norm].values()) for norm in (1.0, 1e-4)] == [first, last]
+    assert clipping_results("science", "qwen3_4b") == {}
 
 
 def test_figure_1():

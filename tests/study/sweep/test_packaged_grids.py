@@ -24,7 +24,8 @@ def test_grid_is_valid_and_its_header_says_what_it_takes(name):
         assert len(cells) == 5
     else:
         assert {cell.values[METHOD] for cell in cells} == METHODS
-        assert len(cells) == 8 * 6 * 2 + 4 * 2 + 2
+        assert len(cells) == 8 * 6 * 2 + 4 * 2 + 2 + 2 * 2 * (task == "knowledge")
+        assert not [path for cell in cells for path in cell.dependencies if "constant" in path.name]
     assert grid.out.parts[-3:] == ("out", "sweeps", name.removeprefix("sweeps/"))
     validation = {f"{task}_validation"} - {"language_validation"}  # the answers to Galician instructions have none
     assert set(grid.evaluation.suites) == {"forgetting", task, *validation}

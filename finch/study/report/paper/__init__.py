@@ -1,4 +1,4 @@
-"""The paper's tables (results.csv) and its Figure 1 (figure1_*.csv), for runs of the same task, model and method.
+"""The paper's tables (results.csv, of Appendix B.5 grad_norm.csv) and its Figure 1 (figure1_*.csv), for runs of the same task, model and method.
 
 "Fine-Tuning Without Forgetting via Loss-Adaptive Learning Rates", P. P. Prashant, J. Zhu, A. Creo, B. Salimi, 2026. New-task scores in
 percent, changes in points.
@@ -50,6 +50,15 @@ def paper_results(task: str | None, model: str | None) -> dict[str, dict[str, fl
         if row["task"] == task and row["model"] == model:
             found.setdefault(ours.get(row["method"], row["method"]), {})[row["metric"]] = float(row["value"])
     return found
+
+
+def clipping_results(task: str | None, model: str | None) -> dict[float, dict[str, float]]:
+    """SFT's ``task`` and ``avg_delta`` by the largest gradient norm (Appendix B.5). Empty without a match."""
+    rows = [row for row in _rows("grad_norm.csv") if (task, row["model"]) == ("knowledge", model)]
+    return {
+        float(row["max_grad_norm"]): {"task": float(row["task_accuracy"]), "avg_delta": float(row["avg_delta"])}
+        for row in rows
+    }
 
 
 def accuracy_curves(task: str | None, model: str | None, role: str) -> list[Curve]:
