@@ -56,14 +56,11 @@ class ChatRequest:
 
 
 def read_prompt(file: Path) -> str:
-    """The text of ``--prompt``. Raises UserError for a file that cannot be read, or is empty."""
+    """The text of ``--prompt``. Raises UserError for a file that cannot be read."""
     try:
-        text = file.read_text(encoding="utf-8").strip()
+        return file.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         raise UserError(f"--prompt={file} cannot be read ({error}); give a file of UTF-8 text") from error
-    if not text:
-        raise UserError(f"--prompt={file} is empty; give a file with the prompt")
-    return text
 
 
 class RequestLog(contextlib.AbstractContextManager["RequestLog"]):

@@ -43,8 +43,8 @@ class FinchCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check(trainer, pl_module, self._resumed)
-        options = {"total_steps": trainer.estimated_stepping_batches, **self._options}  # inf: unknown
-        self.schedule = FinchLR(trainer.optimizers[0], **options)
+        total_steps = trainer.estimated_stepping_batches  # inf: unknown
+        self.schedule = FinchLR(trainer.optimizers[0], **{"total_steps": total_steps, **self._options})
         if self._resumed is not None:
             self.schedule.load_state_dict(self._resumed)
 

@@ -77,8 +77,7 @@ def check_replay(cfg: DictConfig, num_steps: int) -> None:
         return
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=float(cfg.optimizer.lr))
     try:
-        node = {"total_steps": num_steps, **cfg.lr_scheduler}
-        build(node, "lr_scheduler", optimizer).check_length(num_steps)
+        build({"total_steps": num_steps, **cfg.lr_scheduler}, "lr_scheduler", optimizer).check_length(num_steps)
     except ValueError as error:
         raise UserError(f"lr_scheduler: {error}") from error
 

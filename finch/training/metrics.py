@@ -56,8 +56,7 @@ class MetricsLog:
         self._asked: list[_Transfer] = []
         self._last_report = time.perf_counter()
         self._file: FileIO | None = None
-        self._lines = self._size = 0
-        self._dose = 0.0
+        self._lines, self._size, self._dose = 0, 0, 0.0
         self._unwritten: list[str] = []
 
     def open(self, config: Any = None, *, first_step: int = 0, first_lines: int | None = None) -> None:

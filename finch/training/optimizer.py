@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from finch import FinchLR, ReplayLR
 from finch.base import dtensor
-from finch.base.errors import UserError
 from finch.base.log import logger
 from finch.config.instantiate import build, component_of, locate
 from finch.distributed import fsdp
@@ -237,10 +236,7 @@ def torch_schedule(cfg: DictConfig, optimizers: Sequence[Optimizer], num_steps: 
     options = {"decay": node.pop("decay", 0.0), "total_steps": num_steps, "on_nonfinite": on_nonfinite(cfg)}
     if node:
         scheduler = build(node, "lr_scheduler", optimizers[0], num_training_steps=num_steps, last_epoch=-1)
-    try:
-        return TorchLR(optimizers, scheduler, **options)
-    except ValueError as error:
-        raise UserError(f"lr_scheduler.{error}") from error
+    return build({"_component_": "finch.optim.torch_lr.TorchLR", **options}, "lr_scheduler", optimizers, scheduler)
 
 
 def build_schedule(

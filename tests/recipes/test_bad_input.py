@@ -76,7 +76,7 @@ def error_of(tmp_path):
         *([] if torch.cuda.is_available() else [("plain", "device=cuda", "device=cuda needs a CUDA device, and torch sees none here")]),
         ("plain", "lr_scheduler=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup ~lr_scheduler.eta_max ~lr_scheduler.init", "lr_scheduler: .*num_warmup_steps"),
         ("plain", "lr_scheduler.decay=1", "lr_scheduler.decay=1 must be number >= 0 and < 1: the last share of the steps"),
-        ("plain", "lr_scheduler=null lr_scheduler.decay=-0.5", "lr_scheduler.decay=-0.5 must lie in [0, 1)"),
+        ("plain", "lr_scheduler=null lr_scheduler.decay=-0.5", "lr_scheduler: decay=-0.5 must lie in [0, 1)"),
         ("plain", "optimizer.lr=abc", "optimizer.lr=abc must be a number above 0"),
         ("plain", "optimizer.betas=[0.9,7]", "optimizer: Invalid beta parameter at index 1"),
         ("plain", "custom_sharded_layers=[tok_embedding]", "names tok_embedding, which the model does not have, did you mean tok_embeddings?"),

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any
 
 from finch.base import run_files
@@ -34,8 +33,11 @@ PROBE_METRICS = {
     "kl": ("KL divergence from the pretrained model", "KL divergence, nats per token", 1.0),
 }
 """A probe's metric: in its caption, on its axis, and from its values to what is shown."""
-
-_KL_PROBE = re.compile("probe/[^/]+/kl")
+_Smooth = Callable[[Sequence[float]], Sequence[float]]
+_OVER_DOSE = (
+    "A curve per run of all settings. Each step adds its learning rate x sqrt(loss), the leading term of what it can forget (the paper's Theorem 1 and "
+    "Corollary 1). Where runs share one curve, this sum alone decides what is forgotten; what lies above it forgets less at the same sum."
+)
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ def _small_lr_section(report: Report) -> Iterator[Section]:
 
 def _training_section(report: Report) -> Iterator[Section]:
     runs = report.shown_runs
-    drawings = [*_probe_drawings(report), *_dose_drawings(report), *_schedule_drawings(report)]
+    drawings = [*_probe_drawings(report), *_schedule_drawings(report)]
     is_chosen = len(runs) < sum(bool(run.metrics) for run in report.comparison.runs)
     text = [f"{report.which_settings} (else its first), a curve per seed."] if is_chosen else []
     if drawings:
@@ -216,27 +218,12 @@ def _probe_drawings(report: Report) -> Iterator[Drawing]:
             text = f"{caption} on the probe's rows while training; step 0 is the pretrained model."
             what = f"probe_{name}_{metric}", f"Probe {name}, {role} task", text, f"{label}\n{arrow}"
             yield figures.draw_curves(report, curves, *what, is_inverted=metric != "accuracy")
-
-
-def _dose_drawings(report: Report) -> Iterator[Drawing]:
-    """The paper's Corollary 1 along every run: the bound of each step, added up."""
-    runs = [run for run in report.comparison.runs if run.metrics]
-    for key in dict.fromkeys(key for run in runs for line in run.metrics for key in line if _KL_PROBE.fullmatch(key)):
-        curves = []
-        for run in runs:
-            doses = list(accumulate(run.metrics, run_files.add_dose, initial=0.0))
-            known = [number for number, line in enumerate(run.metrics) if line.get(key) is not None]
-            values = [run.metrics[number][key] for number in known]
-            if known and math.isfinite(doses[known[-1]]):
-                curves.append(Curve(run.method, [doses[number] for number in known], values))
-        name = key.split("/")[1]
-        text = (
-            "A curve per run of all settings. Each step adds its learning rate x sqrt(loss), the leading term of what it can forget (the paper's Theorem 1 and "
-            "Corollary 1). Where runs share one curve, this sum alone decides what is forgotten; what lies above it forgets less at the same sum."
-        )
-        label = f"{PROBE_METRICS['kl'][1]}\n{LESS_FORGOTTEN}"
-        what = f"dose_{name}", f"Forgotten over the dose, probe {name}", text, label
-        yield figures.draw_curves(report, curves, *what, x_label="sum of eta * sqrt(loss)", is_inverted=True)
+            if metric == "kl":
+                curves = [
+                    one for run in report.comparison.runs for one in _curve(run, f"probe/{name}/kl", over_dose=True)
+                ]
+                what = f"dose_{name}", f"Forgotten over the dose, probe {name}", _OVER_DOSE, f"{label}\n{arrow}"
+                yield figures.draw_curves(report, curves, *what, x_label="sum of eta * sqrt(loss)", is_inverted=True)
 
 
 def _schedule_drawings(report: Report) -> Iterator[Drawing]:
@@ -261,10 +248,12 @@ def _schedule_drawings(report: Report) -> Iterator[Drawing]:
 
 
 def _curve(
-    run: Run, key: str, scale: float = 1.0, *, smooth: Callable[[Sequence[float]], Sequence[float]] = list
+    run: Run, key: str, scale: float = 1.0, *, smooth: _Smooth = list, over_dose: bool = False
 ) -> Iterator[Curve]:
-    """A value of metrics.jsonl; nothing where no line has it."""
-    known = [(line["step"], scale * line[key]) for line in run.metrics if line.get(key) is not None]
+    """A value of metrics.jsonl over steps, or over the sum of eta x sqrt(loss) where it is known; nothing where no line has it."""
+    doses = accumulate(run.metrics, run_files.add_dose, initial=0.0) if over_dose else repeat(0.0)
+    lines = [(dose, line) for dose, line in zip(doses, run.metrics, strict=False) if line.get(key) is not None]
+    known = [(dose if over_dose else line["step"], scale * line[key]) for dose, line in lines if math.isfinite(dose)]
     if known:
         steps, values = zip(*known, strict=True)
         yield Curve(run.method, steps, smooth(values))

@@ -19,7 +19,7 @@ from finch.evaluation.tasks.confidence import stated_confidences
 from finch.study.report.content import Report
 from finch.study.report.front import TradeOff, on_front, points_by_method
 from finch.study.report.measures import Comparison, Estimate, Outcome
-from finch.study.report.paper import METRICS, clipping_results
+from finch.study.report.paper import METRICS
 from finch.study.report.runs import BATCH_SIZE, Run
 from finch.study.report.selection import Measure
 
@@ -390,10 +390,10 @@ def paper_table(report: Report, paper: Mapping[str, Mapping[str, float]]) -> Tab
         if method == "base" and base is not None:
             add("pretrained", "here", base.new.value, [0.0] * (len(columns) + 1))
         for point in points.get(method, []):
-            norm = point.setting.values.get("clip_grad_norm", 0.0)
-            if method == "sft" and (clipped := clipping_results(*report.paper_task).get(norm)):
-                setting = f"{names.styles[method].label}, clip grad norm {norm:g}"
-                add(setting, "paper", clipped["task"], [clipped.get(key) for key in (*metrics, "avg_delta")])
+            norm = f"clip_grad_norm {point.setting.values.get('clip_grad_norm')}"
+            if method == "sft" and norm in paper:
+                changed = [paper[norm].get(key) for key in (*metrics, "avg_delta")]
+                add(f"{names.styles[method].label}, {norm}", "paper", paper[norm]["task"], changed)
             members = [comparison.outcomes[run] for run in point.setting.runs if comparison.is_complete(run)]
             changes: list[float | None] = []
             for measure in columns:

@@ -5,7 +5,7 @@ import json
 import pytest
 from helpers.evaluated_runs import make_base, make_run
 
-from finch.study.report.paper import accuracy_curves, clipping_results, learning_rate_curves, paper_model, paper_results
+from finch.study.report.paper import accuracy_curves, learning_rate_curves, paper_model, paper_results
 from finch.study.report.report import write_report
 from finch.study.report.runs import read_runs
 
@@ -25,16 +25,28 @@ def run(tmp_path):
 
 def test_paper_results():
     found = paper_results("knowledge", "qwen3_4b")
-    assert (len(found), found["small_lr"]["task"]) == (11, 65.8)
+    assert (len(found), found["small_lr"]["task"]) == (11 + 5, 65.8)
     assert paper_results(None, "qwen3_4b") == {}
 
 
-def test_appendix_b5():
+def test_appendix_b5_is_next_to_the_same_norms(run, tmp_path):
     for model, first, last in (("qwen3_4b", (83.5, -9.6), (58.5, -4.6)), ("llama3_8b", (83.3, -9.0), (62.8, -0.4))):
-        found = clipping_results("knowledge", model)
-        assert list(found) == [1.0, 0.1, 0.01, 0.001, 0.0001]
-        assert [tuple(found[norm].values()) for norm in (1.0, 1e-4)] == [first, last]
-    assert clipping_results("science", "qwen3_4b") == {}
+        found = {key: tuple(row.values()) for key, row in paper_results("knowledge", model).items() if "clip" in key}
+        assert list(found) == [f"clip_grad_norm {norm}" for norm in (1.0, 0.1, 0.01, 0.001, 0.0001)]
+        assert (found["clip_grad_norm 1.0"], found["clip_grad_norm 0.0001"]) == (first, last)
+    config = {"checkpointer": {"checkpoint_dir": str(tmp_path / "weights")}}
+    sft = {"n": 20, "config": config}
+    runs = [
+        make_run(tmp_path / f"clip{norm}", "sft", 2e-5, cell={"clip_grad_norm": norm}, **sft) for norm in (1.0, 0.1)
+    ]
+    write_report(runs, tmp_path / "out")
+    rows = [
+        line
+        for line in (tmp_path / "out" / "report.md").read_text().splitlines()
+        if "clip_grad_norm 0.1 | paper |" in line
+    ]
+    assert len(rows) == 1
+    assert "| 82.3 |" in rows[0]
 
 
 def test_figure_1():

@@ -43,22 +43,18 @@ class Curve:
 
 
 def paper_results(task: str | None, model: str | None) -> dict[str, dict[str, float]]:
-    """Method to metric to value; a metric is ``task``, an old or a reliability task, or ``avg_delta``. Empty without a match."""
+    """Method to metric to value; a metric is ``task``, an old or a reliability task, or ``avg_delta``. Also of
+    ``clip_grad_norm NUMBER``, SFT's of Appendix B.5. Empty without a match."""
     ours = {paper: method for method, paper in METHODS.items()}
     found: dict[str, dict[str, float]] = {}
     for row in _rows("results.csv"):
         if row["task"] == task and row["model"] == model:
             found.setdefault(ours.get(row["method"], row["method"]), {})[row["metric"]] = float(row["value"])
+    for row in _rows("grad_norm.csv") if task == "knowledge" else ():
+        if row["model"] == model:
+            values = {"task": float(row["task_accuracy"]), "avg_delta": float(row["avg_delta"])}
+            found[f"clip_grad_norm {float(row['max_grad_norm'])}"] = values
     return found
-
-
-def clipping_results(task: str | None, model: str | None) -> dict[float, dict[str, float]]:
-    """SFT's ``task`` and ``avg_delta`` by the largest gradient norm (Appendix B.5). Empty without a match."""
-    rows = [row for row in _rows("grad_norm.csv") if (task, row["model"]) == ("knowledge", model)]
-    return {
-        float(row["max_grad_norm"]): {"task": float(row["task_accuracy"]), "avg_delta": float(row["avg_delta"])}
-        for row in rows
-    }
 
 
 def accuracy_curves(task: str | None, model: str | None, role: str) -> list[Curve]:
