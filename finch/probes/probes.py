@@ -16,7 +16,8 @@ from finch.base.log import logger
 from finch.config.instantiate import did_you_mean, locate
 from finch.config.schema import Budget, Probe
 from finch.data.prompts import Prompts, stop_tokens
-from finch.data.training_data import TrainingData, validation_sets
+from finch.data.row_files import validation_sets
+from finch.data.training_data import TrainingData
 from finch.distributed import watchdog
 from finch.distributed.precision import precision_of
 from finch.objectives import DFT, STM, TALR

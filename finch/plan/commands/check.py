@@ -88,7 +88,7 @@ class Report:
 
     def run(self) -> None:
         """Prints all sections."""
-        from finch.data.training_data import file_errors, validation_sets
+        from finch.data.row_files import file_errors, validation_sets
 
         job = self._section("config", self._read_config)
         if job is None:
@@ -122,19 +122,17 @@ class Report:
             self._section("memory", lambda: self._estimate_memory(recipe, cfg, model, samples, stats))
 
     def _read_config(self) -> tuple[str, DictConfig]:
-        errors: list[UserError] = []
-        recipe, cfg = read_job(self._config, self._overrides, errors.append, self._ranks)
+        recipe, cfg = read_job(self._config, self._overrides, self._problem, self._ranks)
         self._print(f"{self._config}: {recipe} on {self._ranks} rank{'s' if self._ranks > 1 else ''}")
         for key in ("lr_scheduler", "loss", "regularizer", "kl_penalty", "optimizer"):
-            if cfg.get(key) is not None and not errors:
+            if cfg.get(key) is not None and not self.num_problems:
                 self._print(f"{key} {cfg[key]['_component_']}" + _rates(cfg, key))
-        for error in errors:
-            self._problem(error)
         checks: list[Callable[[], Any]] = [*config_checks(cfg, self._ranks)]
-        with self._as_problem(bool(errors)):
+        is_wrong = self.num_problems > 0
+        with self._as_problem(is_wrong):
             checks += machine_checks(recipe, cfg, self._ranks)
         for one in checks:
-            with self._as_problem(bool(errors)):
+            with self._as_problem(is_wrong):
                 if isinstance(warning := one(), str):
                     self._print(f"warning: lr_scheduler: {warning}")
         return recipe, cfg
