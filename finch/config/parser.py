@@ -111,7 +111,7 @@ def read(
                 raise UserError(
                     f"method={'+'.join(names)} trains adapters, which needs the recipe finch_lora_finetune, as this command takes it: {command}"
                 )
-            for name, node in components(cfg):
+            for name, node in components(cfg) if is_last else ():
                 # The paper's data sets read local files in place of their source.
                 is_read = node.get("source") and (node.get("data_files") is None or node["_component_"] == ROWS)
                 if is_read and str(node["_component_"]).startswith(("finch.", "torchtune.")):
