@@ -205,12 +205,12 @@ def grid_names() -> dict[str, Path]:
 
 
 def find_config(name: str) -> Path:
-    """The file that ``--config`` names: a path, or a config of finch.
+    """The file that a command's CONFIG names: a path, or a config of finch.
 
     Raises:
         UserError: it is neither; names the nearest one.
     """
-    return _find(name, [name], config_names(), f"--config {name} is neither a file nor a config of finch")
+    return _find(name, [name], config_names(), f"{name} is neither a file nor a config of finch")
 
 
 def find_grid(name: str) -> Path:

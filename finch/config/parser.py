@@ -107,7 +107,7 @@ def read(
                 cfg, names = merge(blocks, overrides)
                 OmegaConf.to_container(cfg, resolve=True)
             if "lora" in names and model is FullFinetuneKeys:
-                command = shlex.join(["finch", "run", "--config", parsed.config, *map(format_override, overrides)])
+                command = shlex.join(["finch", "run", parsed.config, *map(format_override, overrides)])
                 raise UserError(
                     f"method={'+'.join(names)} trains adapters, which needs the recipe finch_lora_finetune, as this command takes it: {command}"
                 )
