@@ -95,12 +95,7 @@ def complete(
     chosen["output_dir"] = f"out/auto/{_slug(hub.name_of(folder))}-{_slug(_rows_name(given))}"
     if is_first_look:
         data = _data(given, reads_rows=False)[0] if _is_open(given, "dataset") else {}
-        return {
-            **chosen,
-            **data,
-            "batch_size": 1,
-            **{key: value for key, value in file_blocks.items() if value is not None},
-        }, []
+        return _fill_in(file_blocks, {**chosen, **data, "batch_size": 1}), []
     from finch.distributed.parallel import launched_ranks
     from finch.probes.rows import NUM_SKILL_ROWS
 
@@ -127,7 +122,7 @@ def complete(
     is_validated = is_validated and not _is_removed("dataset_validation", overrides)
     if is_validated and "early_stopping" not in file_blocks and not given.get("save_last_epoch_only"):
         chosen["early_stopping"] = {"patience": PATIENCE}
-    blocks = {**chosen, **{key: value for key, value in file_blocks.items() if value is not None or key not in chosen}}
+    blocks = _fill_in(file_blocks, chosen)
     if given.get("source") is None:
         blocks.pop("source", None)  # nothing refers to it
     if "optimizer" in blocks and OmegaConf.select(given, "optimizer.lr") is None:
@@ -148,6 +143,10 @@ def complete(
     keys = ("dtype", "batch_size", "gradient_accumulation_steps", "output_dir")
     messages.append(" ".join(f"{key}={blocks[key] if given.get(key) is None else given[key]}" for key in keys))
     return blocks, messages
+
+
+def _fill_in(file_blocks: Blocks, chosen: Blocks) -> Blocks:
+    return {**chosen, **{key: value for key, value in file_blocks.items() if value is not None or key not in chosen}}
 
 
 def learning_rate(num_parameters: int, num_steps: int | None) -> float:

@@ -88,7 +88,7 @@ class Report:
 
     def run(self) -> None:
         """Prints all sections."""
-        from finch.data.row_files import file_errors, validation_sets
+        from finch.data.row_files import validation_sets
 
         job = self._section("config", self._read_config)
         if job is None:
@@ -97,12 +97,7 @@ class Report:
         model = self._section("model", lambda: self._check_model(recipe, cfg))
         tokenizer = self._section("tokenizer", lambda: self._build_tokenizer(cfg))
         samples = stats = steps = None
-        errors: dict[str, UserError] = {}
-        with self._as_problem(self.num_problems > 0):
-            errors.update(file_errors(cfg))
-        for error in errors.values():
-            self._problem(error)
-        if tokenizer is not None and not errors:
+        if tokenizer is not None:
             found = self._section("dataset", lambda: self._check_rows(cfg, "dataset", tokenizer))
             samples, stats = found or (None, None)
             if samples is not None and cfg.self_replay is not None:
@@ -112,8 +107,7 @@ class Report:
         else:
             self._print("rows not read, because of the problems above")
         for name in cfg.probes if isinstance(cfg.probes, Mapping) and tokenizer is not None else ():
-            if f"probes.{name}" not in errors:
-                self._section("probes", functools.partial(self._check_probe, cfg, name, tokenizer, model))
+            self._section("probes", functools.partial(self._check_probe, cfg, name, tokenizer, model))
         if samples is not None:
             steps = self._section("steps", lambda: self._count_steps(cfg, samples))
         if model is not None:

@@ -203,9 +203,11 @@ def test_check_reads_the_rows_of_probes(check, rows_file):
     code, out = check(*held_out)
     assert code == 0, out
     assert re.search(rf"probes +facts: {rows_file}, question_answer, 5 rows, \d+ tokens", out)
-    code, out = check(*held_out, "probes.facts.kind=text", "probes.other.data_files=/nowhere.jsonl")
-    assert "problem: probes.facts.kind=text, but the rows look like question/answer" in out
-    assert "problem: probes.other.data_files=/nowhere.jsonl does not exist" in out
+    for wrong, problem in {
+        "probes.facts.kind=text": "probes.facts.kind=text, but the rows look like question/answer",
+        "probes.other.data_files=/nowhere.jsonl": "probes.other.data_files=/nowhere.jsonl does not exist",
+    }.items():
+        assert f"problem: {problem}" in check(*held_out, wrong)[1]
 
 
 def test_check_reads_replayed_prompts(check, rows_file):
