@@ -30,8 +30,9 @@ from helpers.evaluation import write_data_root
 from helpers.runs import finch, validated
 
 from finch.base.errors import UserError
-from finch.evaluation.average import Choice, average, read_config
+from finch.evaluation.average import average, read_config
 from finch.evaluation.chat import _UNUSED
+from finch.evaluation.choice import Choice
 from finch.evaluation.model_folders import training_questions
 from finch.study.report.runs import read_run
 

@@ -61,7 +61,7 @@ def run_side_by_side(*runs: tuple[str, Path, list[str]]) -> None:
     processes: dict[Path, subprocess.Popen[bytes]] = {}
     try:
         for config, output, overrides in runs:
-            command = ["run", "--config", config, f"output_dir={output}", "overwrite=True"]
+            command = ["run", config, f"output_dir={output}", "overwrite=True"]
             print("  finch " + " ".join([*command, *overrides]), flush=True)
             log = output.with_name(output.name + ".log")
             log.parent.mkdir(parents=True, exist_ok=True)

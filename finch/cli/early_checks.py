@@ -25,6 +25,8 @@ def read_job(
     overrides: Sequence[str],
     on_error: Callable[[UserError], None] | None = None,
     ranks: int | None = None,
+    *,
+    is_here: bool = True,
 ) -> tuple[str, DictConfig]:
     """The recipe for a config's model, and the checked config.
 
@@ -33,14 +35,27 @@ def read_job(
         overrides: ``key=value`` and ``~key``.
         on_error: called with each wrong key, value or component; None raises the first one.
         ranks: that it is for, on all nodes; None: those that torchrun has started.
+        is_here: whether this machine has the files of the run.
 
     Raises:
         UserError: see :func:`finch.config.parser.read`.
     """
     from finch.config.parser import read, recipe_of
 
-    cfg = read(["--config", config, *overrides], None, on_error, ranks)
+    cfg = read(["--config", config, *overrides], None, on_error, ranks, _file_errors if is_here else lambda cfg: ())
     return recipe_of(cfg), cfg
+
+
+def _file_errors(cfg: DictConfig) -> Iterator[UserError]:
+    """What is wrong with the paths of a config, before torch is imported."""
+    from finch.data.row_files import file_errors
+    from finch.models.hf_config import check_folder
+
+    try:
+        check_folder(str(cfg.checkpointer.get("checkpoint_dir")))
+    except UserError as error:
+        yield error
+    yield from (error for _, error in file_errors(cfg))
 
 
 @contextlib.contextmanager

@@ -60,7 +60,8 @@ def main(_: argparse.Namespace, arguments: Sequence[str]) -> None:
         return
     config, overrides, options = parse_arguments(arguments, USAGE)
     nodes, local_ranks = number_of_ranks(options)
-    changed = {name for name, value in vars(options).items() if value != _launcher_parser().get_default(name)}
+    given = {} if vars(options).keys() == {"nnodes", "nproc_per_node"} else vars(options)
+    changed = {name for name, value in given.items() if value != _launcher_parser().get_default(name)}
     ranks = nodes * local_ranks
     # Any other option of torchrun needs its launcher, also for one rank.
     if ranks == 1 and changed <= {"nproc_per_node"}:
@@ -101,17 +102,25 @@ def parse_arguments(arguments: Sequence[str], usage: str) -> tuple[str, list[str
         UsageError: no config; an option that torchrun does not have.
         UserError: the config does not exist.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", nargs="?")
-    parsed, words = parser.parse_known_args(arguments)
+    parser.add_argument("--nproc_per_node", "--nproc-per-node", default=os.environ.get("PET_NPROC_PER_NODE", "1"))
+    try:
+        parsed, words = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UsageError(f"{error}; `torchrun --help` describes the option") from error
     config = parsed.config or take_config(words)
     # Behind an option of torchrun a word may be its value: CONFIG is then sought once torchrun's parser is done.
     if config is None and not any(word.startswith("-") for word in words[:1]):
         raise UsageError(f"CONFIG is missing: {usage}")
     if config is not None:
         find_config(config)  # before torch is imported
+    options = argparse.Namespace(nproc_per_node=parsed.nproc_per_node)
+    if config is not None and not any(word.startswith("-") for word in words) and "PET_" not in " ".join(os.environ):
+        options.nnodes = "1:1"
+        return config, words, options  # of torchrun's options none is asked for: torch is not imported yet
     try:
-        options, words = _launcher_parser().parse_known_args(words)
+        options, words = _launcher_parser().parse_known_args(words, options)
     except argparse.ArgumentError as error:
         raise UsageError(f"{error}; `torchrun --help` describes the option") from error
     if config is None and (config := take_config(words)) is None:
@@ -150,6 +159,8 @@ def number_of_ranks(options: argparse.Namespace) -> tuple[int, int]:
     Raises:
         UserError: torchrun does not understand ``--nnodes`` or ``--nproc_per_node``.
     """
+    if options.nnodes in ("1", "1:1") and options.nproc_per_node.isdecimal():
+        return 1, int(options.nproc_per_node)
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
     try:
@@ -185,6 +196,7 @@ def _launch(recipe: str, cfg: DictConfig, options: argparse.Namespace, local_ran
     from finch.config.parser import save_for_ranks
 
     # The program is the interpreter, since torchrun's own call of Python has no -P.
+    options = _launcher_parser().parse_args([], options)  # the defaults of those that are not there
     options.module, options.no_python, options.run_path = False, True, False
     options.training_script = SAFE_PYTHON[0]
     # A free port; torchrun's default one is taken where another run has started on this machine.

@@ -73,7 +73,7 @@ def main(args: argparse.Namespace, rest: Sequence[str]) -> None:
     script, text = read_script(SCRIPT, args.script)
     job = complete_options(given, text, is_own_script=bool(args.script))
     # Only the checks that need none of the run's files, which may be on another machine.
-    job.settings["FINCH_RECIPE"], cfg = read_job(config, ["resume_from_checkpoint=auto", *overrides])
+    job.settings["FINCH_RECIPE"], cfg = read_job(config, ["resume_from_checkpoint=auto", *overrides], is_here=False)
     for check in config_checks(cfg, job.num_ranks):
         check()
     # The script reads no config: it takes the folder from the command line, wherever the job starts.

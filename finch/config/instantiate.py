@@ -3,9 +3,12 @@ the nearest known name."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import difflib
+import importlib.util
 import io
+import itertools
 import os
 import re
 import sys
@@ -52,21 +55,50 @@ def locate(path: str, key: str) -> Any:
     Raises:
         UserError: it does not exist; names the nearest attribute.
     """
-    from torchtune.config._errors import InstantiationError
-    from torchtune.config._utils import _get_component_from_path
-
+    found: Any = None
     try:
-        return _get_component_from_path(path)
-    except (InstantiationError, ValueError) as error:
+        for name in itertools.accumulate(path.split("."), "{}.{}".format):
+            # An attribute comes before a module of its name, as the import statement has it.
+            found = getattr(found, name.rpartition(".")[2], None) or importlib.import_module(name)
+        return found
+    except Exception as error:  # anything that a user's module raises concerns this key
         parent, _, name = path.rpartition(".")
         attributes = vars(sys.modules[parent]) if parent in sys.modules else {}
         hint = did_you_mean(name, [attribute for attribute, value in attributes.items() if callable(value)])
         # The module is there, and something that it imports is broken.
-        if isinstance(error.__cause__, ImportError) and not isinstance(error.__cause__, ModuleNotFoundError):
-            hint = f" ({first_line(error.__cause__)}); check that its package fits the installed ones"
+        if isinstance(error, ImportError) and not isinstance(error, ModuleNotFoundError):
+            hint = f" ({first_line(error)}); check that its package fits the installed ones"
         raise UserError(
             f"{key}._component_={path} does not exist{hint or '; check the dotted path and that its package is installed'}"
         ) from error
+
+
+def arguments_in_source(path: str) -> list[str] | None:
+    """The names of a component's arguments, as its source has them; nothing is imported. None: it accepts any, or they are not plain to see."""
+    package, _, name = path.rpartition(".")
+    top, *parts = package.split(".")
+    try:
+        spec = importlib.util.find_spec(top)  # of a package itself, which imports nothing
+        place = Path(str(spec and spec.origin)).parent.joinpath(*parts)
+        file = next(each for each in (place / "__init__.py", place.with_suffix(".py")) if each.is_file())
+        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))  # the outermost first
+    except (ImportError, ValueError, StopIteration, OSError, SyntaxError):
+        return None  # which is named where it is imported
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if name == (alias.asname or alias.name):
+                    own = package if file.name == "__init__.py" else package.rpartition(".")[0]
+                    origin = importlib.util.resolve_name("." * node.level + (node.module or ""), own)
+                    return arguments_in_source(f"{origin}.{alias.name}")
+        elif isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
+            inner = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+            function = node if isinstance(node, ast.FunctionDef) else inner[0] if inner else None
+            if function is None or node.decorator_list or function.args.kwarg is not None:
+                return None
+            arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+            return [each.arg for each in arguments if each.arg != "self"]
+    return None
 
 
 def build(node: Any, key: str, *args: Any, **kwargs: Any) -> Any:
@@ -173,12 +205,12 @@ def grid_names() -> dict[str, Path]:
 
 
 def find_config(name: str) -> Path:
-    """The file that ``--config`` names: a path, or a config of finch.
+    """The file that a command's CONFIG names: a path, or a config of finch.
 
     Raises:
         UserError: it is neither; names the nearest one.
     """
-    return _find(name, [name], config_names(), f"--config {name} is neither a file nor a config of finch")
+    return _find(name, [name], config_names(), f"{name} is neither a file nor a config of finch")
 
 
 def find_grid(name: str) -> Path:

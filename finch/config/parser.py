@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,7 @@ def read(
     model: type[Keys] | None = None,
     on_error: Callable[[UserError], None] | None = None,
     ranks: int | None = None,
+    look: Callable[[DictConfig], Iterable[UserError]] = lambda cfg: (),
 ) -> DictConfig:
     """A checked config, defaults filled in, from a recipe's command line.
 
@@ -79,9 +80,10 @@ def read(
         model: the recipe's keys; None: those of the recipe that trains the config's model.
         on_error: see ``check``.
         ranks: that the config is for, on all nodes; None: those that torchrun has started.
+        look: what else is wrong with a config whose keys and values are right.
 
     Raises:
-        UserError: see ``find_config``, ``merge`` and ``check``; also a broken file or override.
+        UserError: what is found without an import that takes time, the last one if there are several; see ``find_config``, ``merge`` and ``check``; also a broken file or override.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", nargs="?")
@@ -98,27 +100,30 @@ def read(
     file_blocks, overrides = hub.local_paths(file_blocks, overrides)
     user_keys = referred_keys(file_cfg) | (AUTO_KEYS if "auto" in file_cfg else set())
     errors: list[UserError] = []
-    for reads_rows in (False, True) if "auto" in file_cfg else (True,):  # a wrong key is named before rows are read
+    for is_last in (False, True):  # the first time for what people mistype, before torch is imported and rows are read
         if not errors:
             with named_errors(path):
-                blocks, chosen = complete(file_blocks, overrides, reads_rows=reads_rows, ranks=ranks)
+                blocks, chosen = complete(file_blocks, overrides, is_first_look=not is_last, ranks=ranks)
                 cfg, names = merge(blocks, overrides)
                 OmegaConf.to_container(cfg, resolve=True)
             if "lora" in names and model is FullFinetuneKeys:
-                command = shlex.join(["finch", "run", "--config", parsed.config, *map(format_override, overrides)])
+                command = shlex.join(["finch", "run", parsed.config, *map(format_override, overrides)])
                 raise UserError(
                     f"method={'+'.join(names)} trains adapters, which needs the recipe finch_lora_finetune, as this command takes it: {command}"
                 )
-            for name, node in components(cfg):
+            for name, node in components(cfg) if is_last else ():
                 # The paper's data sets read local files in place of their source.
                 is_read = node.get("source") and (node.get("data_files") is None or node["_component_"] == ROWS)
                 if is_read and str(node["_component_"]).startswith(("finch.", "torchtune.")):
                     node["source"] = hub.pinned(f"{name}.source", node["source"])
-            check(cfg, model or RECIPES[recipe_of(cfg)], user_keys=user_keys, on_error=errors.append)
-    for error in errors:
-        if on_error is None:
-            raise error
-        on_error(error)
+            check(cfg, model or RECIPES[recipe_of(cfg)], user_keys, errors.append, imports=is_last)
+            errors += () if errors or is_last else look(cfg)
+        if errors and on_error is None:
+            raise errors[0]
+        for error in errors if is_last else errors[:-1]:
+            on_error(error)  # type: ignore[misc]
+        if errors and not is_last:
+            raise errors[-1]
     for message in chosen:
         logger.info(f"{parsed.config}: {message}")
     methods.log_method(names, cfg)
@@ -170,8 +175,8 @@ def recipe_of(cfg: Mapping[Any, Any]) -> str:
 def complete(file_blocks: dict[str, Any], overrides: list[str], **options: Any) -> tuple[dict[str, Any], list[str]]:
     """The file's keys and those that the function under its key ``auto`` adds, and lines about what it chose.
 
-    The function is named, not imported: it looks at models and data, which are above this package. ``options`` are its: without ``reads_rows``
-    it leaves open what only the rows tell; ``ranks``: as for :func:`read`.
+    The function is named, not imported: it looks at models and data, which are above this package. ``options`` are its: in a first look
+    it leaves open what the device and the rows tell; ``ranks``: as for :func:`read`.
 
     Raises:
         UserError: the function's, or there is no such function.
@@ -227,22 +232,41 @@ def merge(file_blocks: dict[str, Any], overrides: list[str]) -> tuple[DictConfig
         UserError: see :mod:`finch.config.methods`.
         ValueError: an override is not ``key=value``.
     """
-    from torchtune.config._utils import _merge_yaml_and_cli_args
-
     blocks, overrides, names = methods.apply_method(file_blocks, overrides)
     overrides = [each for override in overrides for each in _METRIC_LOGGERS.get(override, (override,))]
     if blocks.keys().isdisjoint(("max_seq_len", "max_length")):
         overrides = [re.sub("^(max_seq_len|max_length)=", "tokenizer.max_seq_len=", override) for override in overrides]
     in_lists = [override for override in overrides if _ENTRY.match(override)]
-    with_sign = [override for override in overrides if override.count("=") > 1 and override not in in_lists]
-    others = [override for override in overrides if override not in in_lists + with_sign]
-    arguments = [_expand_component(_remove_block(override, blocks)) for override in others]
-    cfg = _merge_yaml_and_cli_args(argparse.Namespace(**blocks), arguments)
-    cfg = DictConfig(OmegaConf.merge(cfg, OmegaConf.from_dotlist(with_sign)))  # torchtune's parser refuses a second =
+    dotlist: list[str] = []
+    for override in (_expand_component(_remove_block(each, blocks)) for each in overrides if each not in in_lists):
+        key, sign, value = override.partition("=")
+        if override.startswith("~"):
+            _remove(blocks, key[1:])
+            continue
+        if not sign:
+            raise ValueError(f"Command-line overrides must be in the form of key=value, got {override}")
+        # As torchtune's parser has them: the short form of a component, null, and a format of numbers that is no number.
+        key += "._component_" if isinstance(blocks.get(key), dict) and component_of(blocks[key]) is not None else ""
+        value = "!!null" if value == "None" else f"!!str {value}" if "max_filename" in key else value
+        dotlist.append(f"{key}={value}")
+    cfg = DictConfig(OmegaConf.merge(OmegaConf.create(blocks), OmegaConf.from_dotlist(dotlist)))
     for override in in_lists:
         _set_in_list(cfg, override)
     methods.resolve(names, cfg, overrides)
     return cfg, names
+
+
+def _remove(blocks: dict[str, Any], key: str) -> None:
+    """Removes a dotted key, and blocks that are empty then. Raises ValueError if there is no such key, or it is a component's block."""
+    name, _, rest = key.partition(".")
+    if not isinstance(blocks, dict) or name not in blocks:
+        raise ValueError(f"Could not find key {key} in yaml config to remove")
+    if rest:
+        _remove(blocks[name], rest)
+    if not rest or not blocks[name]:
+        if name == "_component_" or (isinstance(blocks[name], dict) and component_of(blocks[name]) is not None):
+            raise ValueError(f"Removing components from CLI is not supported: ~{key}")
+        del blocks[name]
 
 
 def _set_in_list(cfg: DictConfig, override: str) -> None:

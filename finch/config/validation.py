@@ -14,7 +14,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from pydantic import ValidationError
 
 from finch.base.errors import UserError
-from finch.config.instantiate import component_of, locate
+from finch.config.instantiate import arguments_in_source, component_of, locate
 from finch.config.key_search import format_default, key_hint
 from finch.config.resolved import format_value
 from finch.config.schema import ALIASES, NAME, REQUIRED, UNSUPPORTED_KEYS, Key, Keys, arguments_of, keys
@@ -43,6 +43,8 @@ def check(
     model: type[Keys],
     user_keys: Collection[str] = (),
     on_error: Callable[[UserError], None] | None = None,
+    *,
+    imports: bool = True,
 ) -> DictConfig:
     """Checks keys, values and components; fills in the defaults.
 
@@ -51,18 +53,19 @@ def check(
         model: the recipe's keys.
         user_keys: other keys that are accepted, besides those that ``cfg`` refers to, as ``${data_root}``.
         on_error: called with each mistake; None raises the first one.
+        imports: False looks at components as far as their sources say, which takes no time.
 
     Raises:
         UserError: names key, value and remedy.
     """
-    for error in _errors(cfg, model, user_keys):
+    for error in _errors(cfg, model, user_keys, imports):
         if on_error is None:
             raise error
         on_error(error)
     return cfg
 
 
-def _errors(cfg: DictConfig, model: type[Keys], user_keys: Collection[str]) -> Iterator[UserError]:
+def _errors(cfg: DictConfig, model: type[Keys], user_keys: Collection[str], imports: bool) -> Iterator[UserError]:
     """Each mistake in a config, whose defaults are filled in on the way."""
     known = keys(model)
     yield from _text_errors(cfg)
@@ -82,7 +85,7 @@ def _errors(cfg: DictConfig, model: type[Keys], user_keys: Collection[str]) -> I
     for name in map(str, cfg):
         # A quoted name with a dot would pass for the key in a block that has this path.
         if name not in accepted or "." in name:
-            hint = key_hint(name, top_level(model), _names_in_blocks(cfg, known)) or "; see `finch list keys`"
+            hint = key_hint(name, top_level(model), _names_in_blocks(cfg, known, imports)) or "; see `finch list keys`"
             shown = MISSING if OmegaConf.is_missing(cfg, name) else format_value(cfg[name], name)
             yield UserError(f"unknown key {name}={shown}{hint}")
     for name in top_level(model):
@@ -94,7 +97,7 @@ def _errors(cfg: DictConfig, model: type[Keys], user_keys: Collection[str]) -> I
             yield from _named_component_errors(name, cfg.get(name))
     for path, node in components(cfg):
         try:
-            yield from _component_errors(path, node, top_level(model))
+            yield from _component_errors(path, node, top_level(model), imports)
         except UserError as error:
             yield error
     try:
@@ -268,19 +271,19 @@ def components(node: Any, path: str = "") -> Iterator[tuple[str, DictConfig]]:
             yield from components(item, f"{path}[{index}]")
 
 
-def _component_errors(path: str, node: DictConfig, recipe_keys: Collection[str]) -> Iterator[UserError]:
+def _component_errors(path: str, node: DictConfig, recipe_keys: Collection[str], imports: bool) -> Iterator[UserError]:
     name = node["_component_"]
     if not isinstance(name, str):
         raise UserError(f"{path}._component_={name} must be a dotted path such as torch.optim.AdamW")
     # A profiler that is off is never built, and its other keys are torchtune's affair.
     if path == "profiler" and not node.get("enabled", False):
         return
-    component = locate(name, path)
-    if not callable(component):
+    component = locate(name, path) if imports else None
+    if imports and not callable(component):
         raise UserError(f"{path}._component_={name} is not a class or function")
-    if WEIGHT in node and WEIGHT not in (_parameters(component, is_complete=False) or ()):
+    if imports and WEIGHT in node and WEIGHT not in (_parameters(component, is_complete=False) or ()):
         _check_weight_place(path)  # here, since a dataset's builder may accept any argument
-    parameters = _parameters(component)
+    parameters = _parameters(component) if imports else arguments_in_source(name)
     for key in map(str, node):
         is_own = key == "_component_" or re.fullmatch(rf"dataset\[\d+\] {WEIGHT}|lr_scheduler decay", f"{path} {key}")
         if parameters is not None and key not in parameters and not is_own:
@@ -296,7 +299,7 @@ def _component_errors(path: str, node: DictConfig, recipe_keys: Collection[str])
         yield from _value_errors(arguments, given, f"{path}.")
 
 
-def _parameters(component: Callable[..., Any], *, is_complete: bool = True) -> list[str] | None:
+def _parameters(component: Any, *, is_complete: bool = True) -> list[str] | None:
     """The names of a component's arguments; None if they are not known, or with ``is_complete`` if it accepts any."""
     try:
         parameters = inspect.signature(component).parameters.values()
@@ -308,7 +311,7 @@ def _parameters(component: Callable[..., Any], *, is_complete: bool = True) -> l
     return [each.name for each in parameters if each.name != "self" and each.kind not in variadic]
 
 
-def _names_in_blocks(cfg: DictConfig, known: Mapping[str, Key]) -> dict[str, str]:
+def _names_in_blocks(cfg: DictConfig, known: Mapping[str, Key], imports: bool) -> dict[str, str]:
     """The dotted paths of the keys that the blocks of a config accept, by their last part; for suggestions."""
     paths = {path.rpartition(".")[2]: path for path in known if "." in path and ".NAME." not in path}
     blocks = [(path, node) for path, node in components(cfg) if path in known]
@@ -318,8 +321,12 @@ def _names_in_blocks(cfg: DictConfig, known: Mapping[str, Key]) -> dict[str, str
             paths.setdefault(name, f"{path}.{name}")
     for path, node in blocks:
         with contextlib.suppress(UserError):  # a component that does not exist has an error of its own
-            component = locate(str(node["_component_"]), path)
-            for name in _parameters(component, is_complete=False) or ():
+            component = str(node["_component_"])
+            described = arguments_of(component)
+            found = (
+                _parameters(locate(component, path), is_complete=False) if imports else arguments_in_source(component)
+            )
+            for name in found or (keys(described) if described else ()):
                 paths.setdefault(name, f"{path}.{name}")
     return {name: path for name, path in paths.items() if name not in (*known, "_component_")}
 

@@ -6,22 +6,19 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
-from omegaconf import ListConfig
 from torch.utils.data import Dataset
 from torchtune.datasets import ConcatDataset, PackedDataset
 
 from finch.base.errors import UserError
 from finch.config.instantiate import build, component_of
-from finch.config.validation import without_weight
 from finch.data.formats import LABELS, format_of
 from finch.data.order import EMPTY
-from finch.data.row_files import SOURCES, check_file, extension_of, is_pattern, is_url
+from finch.data.row_files import SOURCES, check_arguments, nodes_of
 from finch.data.rows import files_and_source, load_from_hub, load_table, reason_of
 from finch.objectives import IGNORE_INDEX
 
@@ -172,11 +169,6 @@ def load_unpacked(cfg: Any, key: str, tokenizer: Any) -> Samples:
     return _concatenate(parts, key)
 
 
-def nodes_of(node: Any) -> list[Any]:
-    """The components of a block: one, or a list of them."""
-    return [without_weight(entry) for entry in node] if component_of(node) is None else [node]
-
-
 def _concatenate(parts: list[tuple[Any, str]], key: str) -> Samples:
     packed = {isinstance(data, PackedDataset) for data, _ in parts}
     if len(packed) == 2:
@@ -238,31 +230,6 @@ def _load(
         if files:
             return load_table(source, data_files, files, name=name, split=split)
     return load_from_hub(source, name, data_files=data_files, split=split, **rest)
-
-
-def check_arguments(node: Any, key: str) -> None:
-    """Checks of a component what is known before rows are read. Raises UserError for a file that is missing, empty or a directory, one that is
-    given as source, and streaming."""
-    if node.get("streaming"):
-        raise UserError(
-            f"{key}.streaming=True is not supported: the order of an epoch is one seeded permutation of all rows, which needs their number; "
-            "remove streaming"
-        )
-    file = str(node.get("source") or "")
-    reader = SOURCES.get(extension_of(file))
-    if reader is not None and node.get("data_files") is None and (Path(file).is_file() or not Path(file).exists()):
-        raise UserError(f"{key}.source={file} is a file; set {key}.source={reader} {key}.data_files={file}")
-    for path in _local_files(node):
-        check_file(path, f"{key}.data_files")
-
-
-def _local_files(node: Any) -> list[Path]:
-    """The data files of a component that are paths, not patterns or URLs."""
-    if node.get("source") not in (None, *SOURCES.values(), "text"):
-        return []  # files of a repository on the hub
-    files = node.get("data_files")
-    names = [files] if isinstance(files, str) else list(files) if isinstance(files, (list, ListConfig)) else []
-    return [Path(name) for name in map(str, names) if not is_pattern(name) and not is_url(name)]
 
 
 def _source_of(node: Any) -> str:

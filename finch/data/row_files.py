@@ -21,13 +21,17 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, AnyStr
+from typing import IO, TYPE_CHECKING, Any, AnyStr
 
-import pyarrow
-from pyarrow import parquet
+from omegaconf import DictConfig, ListConfig
 
 from finch.base.errors import UserError
 from finch.base.files import exists
+from finch.config.instantiate import component_of
+from finch.config.validation import without_weight
+
+if TYPE_CHECKING:
+    import pyarrow
 
 ALL = "all"
 PARTS = (ALL, "train", "validation", "test")
@@ -64,6 +68,57 @@ def check_file(file: Path, key: str) -> None:
         raise UserError(f"{key}={file} does not exist; correct the path")
     if file.stat().st_size == 0:
         raise UserError(f"{key.split('.')[0]} is empty: {file} has no rows; give another file")
+
+
+def file_errors(cfg: DictConfig) -> Iterator[tuple[str, UserError]]:
+    """What is wrong with the files of all rows, a probe's included, before any row is read, with its block's key: missing, empty, a directory."""
+    sets = {"dataset": cfg.dataset, **dict(validation_sets(cfg.dataset_validation).values())}
+    blocks = [(key, each) for key, node in sets.items() for each in nodes_of(node)]
+    for key, node in [*blocks, *((f"probes.{name}", node) for name, node in (cfg.get("probes") or {}).items())]:
+        try:
+            check_arguments(node, key)
+        except UserError as error:
+            yield key, error
+
+
+def validation_sets(node: Any) -> dict[str, tuple[str, Any]]:
+    """From the name of each set's loss in the metrics, ``validation_loss`` of one set and ``validation/NAME/loss`` of named ones, to its config
+    key and its block, in the config's order."""
+    if node is None:
+        return {}
+    if component_of(node) is not None or not isinstance(node, DictConfig):
+        return {"validation_loss": ("dataset_validation", node)}
+    return {f"validation/{name}/loss": (f"dataset_validation.{name}", node[name]) for name in map(str, node)}
+
+
+def nodes_of(node: Any) -> list[Any]:
+    """The components of a block: one, or a list of them."""
+    return [without_weight(entry) for entry in node] if component_of(node) is None else [node]
+
+
+def check_arguments(node: Any, key: str) -> None:
+    """Checks of a component what is known before rows are read. Raises UserError for a file that is missing, empty or a directory, one that is
+    given as source, and streaming."""
+    if node.get("streaming"):
+        raise UserError(
+            f"{key}.streaming=True is not supported: the order of an epoch is one seeded permutation of all rows, which needs their number; "
+            "remove streaming"
+        )
+    file = str(node.get("source") or "")
+    reader = SOURCES.get(extension_of(file))
+    if reader is not None and node.get("data_files") is None and (Path(file).is_file() or not Path(file).exists()):
+        raise UserError(f"{key}.source={file} is a file; set {key}.source={reader} {key}.data_files={file}")
+    for path in _local_files(node):
+        check_file(path, f"{key}.data_files")
+
+
+def _local_files(node: Any) -> list[Path]:
+    """The data files of a component that are paths, not patterns or URLs."""
+    if node.get("source") not in (None, *SOURCES.values(), "text"):
+        return []  # files of a repository on the hub
+    files = node.get("data_files")
+    names = [files] if isinstance(files, str) else list(files) if isinstance(files, (list, ListConfig)) else []
+    return [Path(name) for name in map(str, names) if not is_pattern(name) and not is_url(name)]
 
 
 def is_pattern(name: str) -> bool:
@@ -118,6 +173,9 @@ def read_texts(file: Path, source: str) -> Iterator[str]:
 
 def read_batches(file: Path, source: str) -> Iterator[pyarrow.RecordBatch]:
     """The rows of a parquet or arrow file with the file's own columns; an empty batch first. Raises UserError if it cannot be read."""
+    import pyarrow  # here: files are looked for before it has its time
+    from pyarrow import parquet
+
     with _named(file, source), pyarrow.memory_map(str(file)) as content:
         if source == "parquet":
             table = parquet.ParquetFile(content)

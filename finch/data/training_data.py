@@ -12,13 +12,14 @@ from omegaconf import DictConfig
 
 from finch.base.errors import UserError
 from finch.base.log import logger
-from finch.config.instantiate import component_of, locate
-from finch.data.dataset import Samples, check_arguments, load_dataset, nodes_of, row_lengths
+from finch.config.instantiate import locate
+from finch.data.dataset import Samples, load_dataset, row_lengths
 from finch.data.loader import Batch, EvalLoader, EvalSettings, collator, load_batches
 from finch.data.mixture import mix
 from finch.data.order import GlobalOrder
 from finch.data.prompts import context_limit
 from finch.data.replay import Replay, WithReplay
+from finch.data.row_files import file_errors, validation_sets
 from finch.data.stats import Fit, name_rows, validate_dataset
 from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel
@@ -140,24 +141,3 @@ class TrainingData:
                 "dataset.packed=True with device=cpu: torchtune builds the mask of packed rows on the GPU where there is one; use device=cuda, "
                 "or hide the GPU with CUDA_VISIBLE_DEVICES="
             )
-
-
-def file_errors(cfg: DictConfig) -> Iterator[tuple[str, UserError]]:
-    """What is wrong with the files of all rows, a probe's included, before any row is read, with its block's key: missing, empty, a directory."""
-    sets = {"dataset": cfg.dataset, **dict(validation_sets(cfg.dataset_validation).values())}
-    blocks = [(key, each) for key, node in sets.items() for each in nodes_of(node)]
-    for key, node in [*blocks, *((f"probes.{name}", node) for name, node in (cfg.get("probes") or {}).items())]:
-        try:
-            check_arguments(node, key)
-        except UserError as error:
-            yield key, error
-
-
-def validation_sets(node: Any) -> dict[str, tuple[str, Any]]:
-    """From the name of each set's loss in the metrics, ``validation_loss`` of one set and ``validation/NAME/loss`` of named ones, to its config
-    key and its block, in the config's order."""
-    if node is None:
-        return {}
-    if component_of(node) is not None or not isinstance(node, DictConfig):
-        return {"validation_loss": ("dataset_validation", node)}
-    return {f"validation/{name}/loss": (f"dataset_validation.{name}", node[name]) for name in map(str, node)}

@@ -32,6 +32,7 @@ from finch.data.training_data import TrainingData
 from finch.distributed import parallel as distributed
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import precision_of
+from finch.evaluation.choice import Choice
 from finch.evaluation.wise_ft import blend, wise_ft
 from finch.models.lora import without_lora
 from finch.probes.evaluation import evaluate
@@ -63,24 +64,6 @@ _ONE_PROCESS: dict[str, Any] = {
 }
 _ONE_PROCESS |= {"compile": False, "fsdp_cpu_offload": False, "num_workers": 0}
 _ONE_PROCESS |= {"optimizer": {"_component_": "torch.optim.AdamW"}}
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How alpha is chosen: as given; the smallest that keeps a share of what was learned; the largest that forgets at most ``budget``; or, with
-    none of them, the knee."""
-
-    alpha: float | None = None
-    keep: float | None = None
-    budget: float | None = None
-
-    def check(self) -> None:
-        """Raises UserError for a number out of range."""
-        for name, value in (("alpha", self.alpha), ("keep", self.keep)):
-            if value is not None and not 0 <= value <= 1:
-                raise UserError(f"--{name}={value:g} must be in [0, 1]")
-        if self.budget is not None and not self.budget > 0:
-            raise UserError(f"--budget={self.budget:g} must be above 0, in nats per token")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,9 +24,9 @@ from finch.distributed import parallel as distributed
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import precision_of
 from finch.evaluation.average import UNUSED, read_config, tuned_folder
-from finch.models.chat_tokenizer import ChatTokenizer
 from finch.models.lora import without_lora
 from finch.objectives.replay import uniform_draws
+from finch.probes.probes import answer_text
 from finch.training.chunked_loss import TokenLoss
 from finch.training.loaded_model import LoadedModel
 from finch.training.own_answers import generate
@@ -93,8 +92,7 @@ class Chat:
             raise UserError(
                 f"the prompt has {length} tokens, the context {self._limit}; give a shorter one, or type {CLEAR}"
             )
-        is_own, ends = isinstance(self._tokenizer, ChatTokenizer), stop_tokens(self._tokenizer)
-        known = math.inf if is_own else getattr(self._tokenizer, "vocab_size", math.inf)  # a model may have more
+        ends = stop_tokens(self._tokenizer)
         options: dict[str, Any] = {
             "max_new_tokens": room,
             "dtype": precision_of(self._cfg.dtype).compute,
@@ -103,8 +101,7 @@ class Chat:
         texts = []
         for model, tokens in zip(self._models, prompts, strict=True):
             [answer] = generate(model, [tokens], uniform_draws(1, room, 0), self._temperature, ends, **options)
-            shown = [token for token in answer["tokens"] if token not in ends and token < known]
-            texts.append(self._tokenizer.decode(shown).strip())
+            texts.append(answer_text(answer["tokens"], self._tokenizer))
         return texts
 
     def _load(self, folder: Path) -> TokenLoss:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,21 +16,29 @@ from finch.base.errors import UserError
 from finch.base.log import logger
 from finch.config.instantiate import did_you_mean, locate
 from finch.config.schema import Budget, Probe
-from finch.data.prompts import Prompts, stop_tokens
-from finch.data.training_data import TrainingData, validation_sets
+from finch.data.prompts import Prompts, stop_tokens, user_prompt
+from finch.data.row_files import validation_sets
+from finch.data.skills import skill_rows
+from finch.data.training_data import TrainingData
 from finch.distributed import watchdog
 from finch.distributed.precision import precision_of
+from finch.models.chat_tokenizer import ChatTokenizer
 from finch.objectives import DFT, STM, TALR
+from finch.objectives.divergence import scale
+from finch.objectives.replay import uniform_draws
 from finch.probes.evaluation import evaluate
 from finch.probes.rows import ProbeRows, read_rows
 from finch.training.checkpointer import TrainState
 from finch.training.hooks import Hook, Trainer
-from finch.training.own_answers import OwnAnswers
+from finch.training.own_answers import OwnAnswers, generate
 from finch.training.reference import model_settings
 
 KIND_WITH = {"accuracy": "multiple_choice", "kl": "self"}
 """The kind of probe that a metric needs; all kinds have a loss."""
 SECONDS = "probe_seconds"
+_SHOWN = ("knowledge", "mathematics", "instructions")
+"""Skills whose first question both models answer at the end of a run."""
+_SHOWN_TOKENS, _SHOWN_CHARACTERS = 24, 70
 _NUM_ROWS_FOR_MEAN = 256
 MAX_SHARE = 0.04
 """Share of the time for all evaluations of an epoch; the estimate may be wrong by a fifth before they take 5%."""
@@ -171,6 +180,7 @@ class Probes(Hook):
             for name, rows in self._rows.items()
             if rows.kind == "self"
         }
+        self._said: list[str] = []  # both models' answers, once the run has ended
         self._baselines: dict[str, dict[str, Any]] = {}
         self._intervals = self._choose_intervals(trainer.data) if self._rows else {}
         trainer.state.select_by = key = selection_key(cfg, kinds)
@@ -246,11 +256,36 @@ class Probes(Hook):
         self._evaluate(state, [name for name in self._rows if name not in measured])
         return state.evaluated
 
+    def after_training(self, state: TrainState) -> None:
+        """Lets the tuned model answer a few of finch's questions that the pretrained one has answered; a collective."""
+        for answers in list(self._answers.values())[:1]:
+            tokenizer, length = self._trainer.tokenizer, min(answers.max_new_tokens, _SHOWN_TOKENS)
+            asked = {row["skill"]: row["question"] for row in reversed(skill_rows()) if "question" in row}  # the first
+            texts = {tuple(user_prompt(asked[skill], tokenizer)): asked[skill] for skill in _SHOWN}
+            pairs = zip(map(tuple, answers.prompts.tokens), answers.samples, strict=True)
+            before = {prompt: sample["tokens"][len(prompt) :] for prompt, sample in pairs if prompt in texts}
+            if not before:
+                continue  # the prompts are the user's
+            place: dict[str, Any] = {"dtype": precision_of(self._cfg.dtype).compute, "parallel": self._parallel}
+            draws = uniform_draws(len(before), length, 0)
+            after = generate(
+                self._trainer.model, list(before), draws, 0.0, answers.stop_tokens, max_new_tokens=length, **place
+            )
+            for (prompt, old), new in zip(before.items(), after, strict=True):
+                said = (answer_text(tokens[:length], tokenizer) for tokens in (old, new["tokens"]))
+                both = [textwrap.shorten(text, _SHOWN_CHARACTERS, placeholder=" ...") for text in said]
+                self._said.append(f'{texts[prompt]} Pretrained: "{both[0]}" Tuned: "{both[1]}"')
+
     def summary(self, state: TrainState) -> list[str]:
         if not self._rows:
             return []
         share = self._seconds / (time.perf_counter() - self._trainer.run.start_time)
-        return [f"probes took {self._seconds:.1f} s, {share:.1%} of the time since this start"]
+        kls = [state.probe_metrics[key] for name in self._answers if (key := f"probe/{name}/kl") in state.probe_metrics]
+        return [
+            *map(scale, kls[:1]),
+            *self._said,
+            f"probes took {self._seconds:.1f} s, {share:.1%} of the time since this start",
+        ]
 
     def _evaluate(self, state: TrainState, due: Sequence[str]) -> None:
         """Evaluates the probes that are due, and writes their metrics; a collective."""
@@ -319,6 +354,13 @@ class Probes(Hook):
                 "(probes_every_n_steps) take less"
             )
         return intervals
+
+
+def answer_text(tokens: Iterable[int], tokenizer: Any) -> str:
+    """The text of an answer's tokens, without those that end it and those that only the model has."""
+    ends = stop_tokens(tokenizer)
+    known = math.inf if isinstance(tokenizer, ChatTokenizer) else getattr(tokenizer, "vocab_size", math.inf)
+    return str(tokenizer.decode([token for token in tokens if token not in ends and token < known]).strip())
 
 
 def default_interval(eval_tokens: int, step_tokens: float, steps_per_epoch: int) -> int:

@@ -15,7 +15,7 @@ def test_find_config_by_name_and_by_path(tmp_path):
 
 
 def test_find_config_suggests_the_nearest_name():
-    with pytest.raises(UserError, match=r"--config stories260k/tofu_finhc .*did you mean stories260k/tofu_finch\?"):
+    with pytest.raises(UserError, match=r"^stories260k/tofu_finhc .*did you mean stories260k/tofu_finch\?"):
         find_config("stories260k/tofu_finhc")
     with pytest.raises(UserError, match=r"finch has .*stories260k/tofu_sft"):
         find_config("/nowhere/at/all/x.yaml")

@@ -150,7 +150,7 @@ def test_lora_replaces_the_model_builder(full, lora):
 
 def test_full_recipe_rejects_lora_with_the_right_command(file):
     file.write_text(yaml.safe_dump({**MINIMAL, "method": "lora"}))
-    with pytest.raises(UserError, match=f"finch run --config {file} epochs=2"):
+    with pytest.raises(UserError, match=f"finch run {file} epochs=2"):
         read(["--config", str(file), "epochs=2"], FullFinetuneKeys)
     assert read(["--config", str(file)], LoraFinetuneKeys).model["_component_"].endswith(".lora_llama2_7b")
 

@@ -35,8 +35,6 @@ MOVED = {
 # In the same place in both, with the arguments that finch gives. Before a name is added here: read it on main.
 UNMOVED = """
 torchtune.config: instantiate
-torchtune.config._errors: InstantiationError
-torchtune.config._utils: _get_component_from_path _merge_yaml_and_cli_args
 torchtune.data: InputOutputToMessages Message padded_collate_packed padded_collate_sft
 torchtune.datasets: ConcatDataset PackedDataset TextCompletionDataset
 torchtune.datasets._sft: SFTTransform

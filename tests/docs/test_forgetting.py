@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from finch.config.schema import Budget, FullFinetuneKeys
 from finch.config.validation import check
-from finch.data.training_data import validation_sets
+from finch.data.row_files import validation_sets
 from finch.probes.probes import check_probes, read_probes
 
 PAGE = (ROOT / "docs" / "forgetting.md").read_text()

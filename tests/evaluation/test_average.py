@@ -17,7 +17,8 @@ from finch.base.errors import UserError
 from finch.cli.main import main
 from finch.distributed.parallel import Parallel
 from finch.evaluation import average as module
-from finch.evaluation.average import MAX_EVALUATIONS, Choice, Front, average, choose, describe
+from finch.evaluation.average import MAX_EVALUATIONS, Front, average, choose, describe
+from finch.evaluation.choice import Choice
 from finch.evaluation.wise_ft import wise_ft
 
 

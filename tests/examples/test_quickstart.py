@@ -85,5 +85,5 @@ def test_prepare_refuses_a_full_or_read_only_folder(tmp_path, monkeypatch):
 
 
 def test_error_names_the_log(tmp_path):
-    with pytest.raises(UserError, match=r"run\.log ends with: .*finch: error: --config nothing"):
+    with pytest.raises(UserError, match=r"run\.log ends with: .*finch: error: nothing"):
         base.run_side_by_side(("nothing", tmp_path / "run", []))

@@ -1,5 +1,7 @@
 """Probes in the recipes: what they measure equals transformers, and the training does not notice them."""
 
+import textwrap
+
 import pytest
 import scipy.stats
 import torch
@@ -12,6 +14,8 @@ from torchtune.models.llama2 import llama2_tokenizer
 from transformers import AutoModelForCausalLM
 
 from finch.base import run_files
+from finch.data.skills import skill_rows
+from finch.objectives.divergence import scale
 
 NAMES = ("texts", "facts", "choices", "own", "grouped")
 GROUPS = {"a": slice(0, 9), "b_c": slice(9, 13)}
@@ -163,6 +167,30 @@ def test_own_answers_equal_transformers_generate(step, folder, straight, rows_fi
         ).confidence_interval
         for end, expected in zip(("low", "high"), interval, strict=True):
             assert line[f"probe/grouped/kl_{end}/a"] == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_last_lines_have_both_models_answers(ranks, config, base_folder, tmp_path):
+    probes = {"own": {"kind": "self", "rows": 24, "max_new_tokens": 6}}
+    run = finished(tmp_path, {**config, "epochs": 1, "batch_size": 4, "probes": probes}, ranks=ranks)
+    tokenizer = llama2_tokenizer(str(base_folder / "tokenizer.model"), prompt_template=None)
+    greedy: dict = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
+    for skill in ("knowledge", "mathematics", "instructions"):
+        question = next(row["question"] for row in skill_rows() if row["skill"] == skill)
+        prompt = torch.tensor([tokenizer.encode(question, add_eos=False)])
+        greedy["attention_mask"] = torch.ones_like(prompt)  # its unknown characters are the padding's token
+        answers = []
+        for folder in (base_folder, run.folder / "epoch_0"):
+            tokens = AutoModelForCausalLM.from_pretrained(folder).generate(prompt, **greedy)[0, prompt.shape[1] :]
+            answers.append(
+                textwrap.shorten(
+                    tokenizer.decode([t for t in tokens.tolist() if t != 2 and t < tokenizer.vocab_size]),
+                    70,
+                    placeholder=" ...",
+                )
+            )
+        assert f'{question} Pretrained: "{answers[0]}" Tuned: "{answers[1]}"' in run.output
+    assert f"{scale(probed(run)[list(probed(run))[-1]]['probe/own/kl'])}\n" in run.output
 
 
 def test_kl_starts_at_zero_in_mixed_precision(config, tmp_path):

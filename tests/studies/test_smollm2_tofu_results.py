@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from finch.objectives.divergence import STUDY as SCALE
 from finch.study.report.paper import paper_results
 from studies.smollm2_tofu.check import PRIMARY, check_comparisons, check_probes, check_runs, check_selection
 
@@ -209,3 +210,14 @@ def test_numbers_in_the_text_are_those_of_the_tables():
     ratios = [fronts_ratio("blocks_stories260k.csv", *pair) for pair in names]
     has("{:.2f} times the constant rate's (single ratios {:.2f} to {:.2f})", *ratios[0])
     has("{:.2f} times FINCH's ({:.2f} to {:.2f}) and {:.2f} times the constant rate's", *ratios[1], ratios[2][0])
+
+
+def test_the_scale_of_a_runs_last_lines_is_the_studys():
+    with (RESULTS / "results.csv").open() as file:
+        runs = [run for run in csv.DictReader(file) if (run["setting"], run["method"]) == ("smooth", "sft")]
+    rates = {float(run["optimizer.lr"]) for run in runs}
+    means = {
+        rate: np.mean([float(run["own_answers_kl"]) for run in runs if float(run["optimizer.lr"]) == rate])
+        for rate in rates
+    }
+    assert means == pytest.approx(SCALE, abs=0.005)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from finch.base.errors import UserError
 from finch.base.hub import local_path
+from finch.base.run_files import CONFIG, chosen_model
 
 
 def add_run(parser: argparse.ArgumentParser, text: str) -> None:
@@ -20,6 +22,14 @@ def find_models(parsed: argparse.Namespace) -> None:
     for name in vars(parsed).keys() & {"base", "tuned"}:
         found = local_path(f"--{name}", getattr(parsed, name))
         setattr(parsed, name, [Path(one) for one in found] if isinstance(found, list) else found and Path(found))
+
+
+def check_run(run: Path) -> None:
+    """Raises UserError for a folder that is no run with a model and none of a run's models. Needs no torch, unlike what reads them."""
+    if not any((each / CONFIG).is_file() for each in (run, run.resolve().parent)):
+        raise UserError(f"{run / CONFIG} does not exist; give the folder of a run")
+    if (run / CONFIG).is_file() and chosen_model(run) is None:
+        raise UserError(f"{run} has no model: give the folder of a run that has ended an epoch")
 
 
 def add_checks(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,8 @@ import argparse
 
 from finch.base.extras import require_extras
 from finch.base.log import printable
-from finch.evaluation.commands.arguments import add_run, find_models
+from finch.evaluation.choice import Choice
+from finch.evaluation.commands.arguments import add_run, check_run, find_models
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,9 +22,10 @@ def main(parsed: argparse.Namespace) -> None:
     """Writes RUN/average and says what was chosen."""
     require_extras("finch average", "torchtune")
     find_models(parsed)
-    from finch.evaluation.average import Choice
+    check_run(parsed.run)
+    choice = Choice(parsed.alpha, parsed.keep, parsed.budget)
+    choice.check()
     from finch.evaluation.average import average as choose
 
-    choice = Choice(parsed.alpha, parsed.keep, parsed.budget)
     for line in choose(parsed.run, choice, base=parsed.base, trust=parsed.trust, verify=parsed.verify):
         print(printable(line))

@@ -7,7 +7,7 @@ import argparse
 from finch.base.extras import require_extras
 from finch.cli.arguments import positive
 from finch.cli.early_checks import only_errors_logged
-from finch.evaluation.commands.arguments import add_run, find_models
+from finch.evaluation.commands.arguments import add_run, check_run, find_models
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +23,7 @@ def main(parsed: argparse.Namespace) -> None:
     """Prints both answers to each prompt."""
     require_extras("finch chat", "torchtune")
     find_models(parsed)
+    check_run(parsed.run)
     from rich.console import Console
 
     from finch.evaluation.chat import Chat, talk

@@ -22,6 +22,7 @@ from finch.cli.run import SAFE_PYTHON, prepare_launcher
 from finch.evaluation.commands.arguments import add_checks, find_models
 from finch.evaluation.results import SuiteResult, read_samples
 from finch.evaluation.tasks.registry import ALL, select_tasks
+from finch.models.hf_config import check_folder
 
 if TYPE_CHECKING:
     from finch.evaluation.model_folders import ModelFolder
@@ -78,6 +79,8 @@ def main(parsed: argparse.Namespace) -> None:
     """
     require_extras("finch evaluate", "evaluate")
     find_models(parsed)
+    for option, path in (("--base", parsed.base), *(("--tuned", each) for each in parsed.tuned)):
+        check_folder(path, option)  # before torch is imported
     if not parsed.suite and not parsed.tasks:
         _skills(parsed)
         return

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from finch.base.extras import require_extras
 from finch.evaluation.commands.arguments import find_models
+from finch.models.hf_config import check_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +22,8 @@ def main(parsed: argparse.Namespace) -> None:
     """Writes the interpolated models and prints their folders."""
     require_extras("finch average", "torchtune")
     find_models(parsed)
+    for option, path in (("--base", parsed.base), ("--tuned", Path(parsed.tuned))):
+        check_folder(path, option)  # before torch is imported
     from finch.evaluation.wise_ft import wise_ft as interpolate
 
     print(*interpolate(parsed.base, parsed.tuned, parsed.alpha, parsed.out), sep="\n")

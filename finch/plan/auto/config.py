@@ -8,23 +8,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from finch.base import hub
 from finch.base.errors import UserError
 from finch.config.instantiate import build, component_of
 from finch.config.parser import merge
-from finch.data import formats
 from finch.data.row_files import local_files, source_of
-from finch.distributed import parallel
 from finch.models.families import model_block
 from finch.models.hf_config import check_folder
-from finch.objectives import IGNORE_INDEX
-from finch.plan.auto.trial import Trial
-from finch.probes.rows import NUM_SKILL_ROWS
-from finch.weights.files import read_shapes
-from finch.weights.huggingface import HuggingFaceFolder
 
 MAX_TOKENS = 2048
 """Longest row, where the model's context is longer."""
@@ -64,7 +56,7 @@ Blocks = dict[str, Any]
 
 
 def complete(
-    file_blocks: Blocks, overrides: list[str], *, reads_rows: bool = True, ranks: int | None = None
+    file_blocks: Blocks, overrides: list[str], *, is_first_look: bool = False, ranks: int | None = None
 ) -> tuple[Blocks, list[str]]:
     """Adds what a config file leaves out: model, tokenizer, dataset, dataset_validation, batch, dtype, learning rate, output_dir, a probe of own answers, early stopping.
 
@@ -74,7 +66,7 @@ def complete(
     Args:
         file_blocks: the file's top-level keys. A key that has a value stays as it is.
         overrides: the command line's ``key=value``.
-        reads_rows: False leaves their format, and what depends on their number, open.
+        is_first_look: for mistakes in what is typed: leaves open what depends on weights, rows and device, and imports no torch.
         ranks: on all nodes; None: those that torchrun has started.
 
     Returns:
@@ -83,7 +75,7 @@ def complete(
     Raises:
         UserError: model_dir or data_files is missing or cannot be used.
     """
-    given, ranks = _user_values(file_blocks, overrides), ranks or parallel.launched_ranks()
+    given = _user_values(file_blocks, overrides)
     chosen: Blocks = {}
     messages = []
     folder = check_folder(
@@ -100,6 +92,14 @@ def complete(
             "path": "${model_dir}",
             "max_seq_len": min(context, MAX_TOKENS),
         }
+    chosen["output_dir"] = f"out/auto/{_slug(hub.name_of(folder))}-{_slug(_rows_name(given))}"
+    if is_first_look:
+        data = _data(given, reads_rows=False)[0] if _is_open(given, "dataset") else {}
+        return _fill_in(file_blocks, {**chosen, **data, "batch_size": 1}), []
+    from finch.distributed.parallel import launched_ranks
+    from finch.probes.rows import NUM_SKILL_ROWS
+
+    ranks = ranks or launched_ranks()
     num_parameters = _num_parameters(folder)
     messages.append(
         f"model_dir={hub.origin(folder) or folder}: {num_parameters / 1e6:,.1f} M parameters, "
@@ -107,7 +107,7 @@ def complete(
     )
     num_rows = None
     if _is_open(given, "dataset"):
-        data, num_rows, message = _data(given, reads_rows)
+        data, num_rows, message = _data(given, reads_rows=True)
         chosen.update(data)
         messages.append(message)
     device = _device_keys(str(given.get("device", "auto")), num_parameters, num_rows, ranks)
@@ -122,8 +122,7 @@ def complete(
     is_validated = is_validated and not _is_removed("dataset_validation", overrides)
     if is_validated and "early_stopping" not in file_blocks and not given.get("save_last_epoch_only"):
         chosen["early_stopping"] = {"patience": PATIENCE}
-    chosen["output_dir"] = f"out/auto/{_slug(hub.name_of(folder))}-{_slug(_rows_name(given))}"
-    blocks = {**chosen, **{key: value for key, value in file_blocks.items() if value is not None or key not in chosen}}
+    blocks = _fill_in(file_blocks, chosen)
     if given.get("source") is None:
         blocks.pop("source", None)  # nothing refers to it
     if "optimizer" in blocks and OmegaConf.select(given, "optimizer.lr") is None:
@@ -137,13 +136,17 @@ def complete(
             "double it if the validation loss still gains (docs/choose.md)"
         )
     is_batch_open = all(given.get(key) is None for key in _BATCH_KEYS)
-    if reads_rows and is_batch_open and device["dtype"] != "fp32":
+    if is_batch_open and device["dtype"] != "fp32":
         batch, message = _fitting_batch(blocks, overrides, num_rows, ranks)
         blocks.update(batch)
         messages.append(message)
     keys = ("dtype", "batch_size", "gradient_accumulation_steps", "output_dir")
     messages.append(" ".join(f"{key}={blocks[key] if given.get(key) is None else given[key]}" for key in keys))
     return blocks, messages
+
+
+def _fill_in(file_blocks: Blocks, chosen: Blocks) -> Blocks:
+    return {**chosen, **{key: value for key, value in file_blocks.items() if value is not None or key not in chosen}}
 
 
 def learning_rate(num_parameters: int, num_steps: int | None) -> float:
@@ -191,13 +194,20 @@ def _required(given: DictConfig, key: str, meaning: str) -> str:
 
 
 def _num_parameters(folder: Path) -> int:
+    from finch.weights.files import read_shapes
+    from finch.weights.huggingface import HuggingFaceFolder
+
     files = HuggingFaceFolder(str(folder)).files
     return sum(math.prod(shape) for file in files for _, shape in read_shapes(file))
 
 
 def _device_keys(device: str, num_parameters: int, num_rows: int | None, ranks: int) -> Blocks:
     """Batch, dtype and activation checkpointing; bf16_mixed on a GPU with room for fp32 weights, gradients and moments, else bf16."""
-    local = parallel.local_device(device)
+    import torch
+
+    from finch.distributed.parallel import local_device
+
+    local = local_device(device)
     global_batch = min(GLOBAL_BATCH, num_rows or GLOBAL_BATCH)
     micro_batch = max(1, min(_MICRO_BATCH, global_batch // ranks))
     keys: Blocks = {
@@ -213,6 +223,11 @@ def _device_keys(device: str, num_parameters: int, num_rows: int | None, ranks: 
 
 def _fitting_batch(blocks: Blocks, overrides: list[str], num_rows: int | None, ranks: int) -> tuple[Blocks, str]:
     """The batch keys for a GPU, the fastest of those that fit, and a line about them."""
+    import torch
+
+    from finch.distributed.parallel import local_device
+    from finch.plan.auto.trial import Trial
+
     rows = max(1, min(GLOBAL_BATCH, num_rows or GLOBAL_BATCH) // ranks)
     candidates = []  # all rows of a step at once; four at once with their activations computed twice; one at once
     for micro_batch, is_recomputed in ((rows, False), (min(_MICRO_BATCH, rows), True), (1, True)):
@@ -222,7 +237,7 @@ def _fitting_batch(blocks: Blocks, overrides: list[str], num_rows: int | None, r
     if "optimizer" in rest:
         # A step's memory does not depend on the rate, nor does the answer that is kept.
         rest["optimizer"] = {**rest["optimizer"], "lr": LR}
-    memory = torch.cuda.get_device_properties(parallel.local_device(str(blocks.get("device", "auto")))).total_memory
+    memory = torch.cuda.get_device_properties(local_device(str(blocks.get("device", "auto")))).total_memory
     return Trial(rest, overrides, ranks, memory, _long_row(merge(blocks, overrides)[0])).choose(candidates)
 
 
@@ -232,6 +247,8 @@ def _long_row(cfg: DictConfig) -> tuple[int, int]:
     if component_of(cfg.dataset) != _ROWS or cfg.get("data_files") is None:
         return limit // 2, limit // 4
     rows = build(cfg.dataset, "dataset", build(cfg.tokenizer, "tokenizer"))
+    from finch.objectives import IGNORE_INDEX
+
     samples = [rows[index] for index in range(min(len(rows), _NUM_MEASURED))]
     lengths = sorted(len(sample["tokens"]) for sample in samples)
     num_targets = sum(label != IGNORE_INDEX for sample in samples for label in sample["labels"])
@@ -256,6 +273,8 @@ def _data(given: DictConfig, reads_rows: bool) -> tuple[Blocks, int | None, str]
         block |= {"source": named or source, "data_files": "${data_files}"}
         message = f"data_files={', '.join(names)}"
         if reads_rows:
+            from finch.data import formats
+
             rows = formats.detect(names, source, column_map)
             block["format"], num_rows = rows.format, rows.num_rows
             message += f": {num_rows:,} rows of {rows.label}"

@@ -89,7 +89,7 @@ class Report:
 
     def run(self) -> None:
         """Prints all sections."""
-        from finch.data.training_data import file_errors, validation_sets
+        from finch.data.row_files import validation_sets
 
         job = self._section("config", self._read_config)
         if job is None:
@@ -98,12 +98,7 @@ class Report:
         model = self._section("model", lambda: self._check_model(recipe, cfg))
         tokenizer = self._section("tokenizer", lambda: self._build_tokenizer(cfg))
         samples = stats = steps = None
-        errors: dict[str, UserError] = {}
-        with self._as_problem(self.num_problems > 0):
-            errors.update(file_errors(cfg))
-        for error in errors.values():
-            self._problem(error)
-        if tokenizer is not None and not errors:
+        if tokenizer is not None:
             found = self._section("dataset", lambda: self._check_rows(cfg, "dataset", tokenizer))
             samples, stats = found or (None, None)
             if samples is not None and cfg.self_replay is not None:
@@ -113,8 +108,7 @@ class Report:
         else:
             self._print("rows not read, because of the problems above")
         for name in cfg.probes if isinstance(cfg.probes, Mapping) and tokenizer is not None else ():
-            if f"probes.{name}" not in errors:
-                self._section("probes", functools.partial(self._check_probe, cfg, name, tokenizer, model))
+            self._section("probes", functools.partial(self._check_probe, cfg, name, tokenizer, model))
         if samples is not None:
             steps = self._section("steps", lambda: self._count_steps(cfg, samples))
         if model is not None:
@@ -123,19 +117,17 @@ class Report:
             self._section("memory", lambda: self._estimate_memory(recipe, cfg, model, samples, stats))
 
     def _read_config(self) -> tuple[str, DictConfig]:
-        errors: list[UserError] = []
-        recipe, cfg = read_job(self._config, self._overrides, errors.append, self._ranks)
+        recipe, cfg = read_job(self._config, self._overrides, self._problem, self._ranks)
         self._print(f"{self._config}: {recipe} on {self._ranks} rank{'s' if self._ranks > 1 else ''}")
         for key in ("lr_scheduler", "loss", "regularizer", "kl_penalty", "optimizer"):
-            if cfg.get(key) is not None and not errors:
+            if cfg.get(key) is not None and not self.num_problems:
                 self._print(f"{key} {component_of(cfg[key]) or 'constant'}" + _rates(cfg, key))
-        for error in errors:
-            self._problem(error)
         checks: list[Callable[[], Any]] = [*config_checks(cfg, self._ranks)]
-        with self._as_problem(bool(errors)):
+        is_wrong = self.num_problems > 0
+        with self._as_problem(is_wrong):
             checks += machine_checks(recipe, cfg, self._ranks)
         for one in checks:
-            with self._as_problem(bool(errors)):
+            with self._as_problem(is_wrong):
                 if isinstance(warning := one(), str):
                     self._print(f"warning: lr_scheduler: {warning}")
         return recipe, cfg

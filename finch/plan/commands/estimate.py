@@ -101,7 +101,7 @@ def _estimate(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str
     from finch.plan.estimate.formula import TOFU_TARGETS, TOFU_TOKENS, Rows, longest_row
     from finch.training.config_checks import check
 
-    recipe, cfg = read_job(options.config, overrides, ranks=options.gpus)
+    recipe, cfg = read_job(options.config, overrides, ranks=options.gpus, is_here=False)
     rows = Rows() if options.seq is None else Rows(options.seq, max(1, options.seq * TOFU_TARGETS // TOFU_TOKENS))
     if options.seq is None and isinstance(cfg.dataset, Mapping) and cfg.dataset.get("data_files"):
         with contextlib.suppress(UserError):  # the files are elsewhere, or `finch check` names what is wrong with them

@@ -90,7 +90,7 @@ def _kill_a_rank(check: Check, ranks: int) -> None:
     """The launcher must end the others soon, and the run go on from its last asynchronous save, here on one rank."""
     write_base(check.folder, _MODEL)
     config = job(check, "killed", ranks=ranks, **kill_hook(rank=1))
-    arguments = ["run", "--nproc_per_node", str(ranks), "--config", config]
+    arguments = ["run", "--nproc_per_node", str(ranks), config]
     launcher = Ranks("launcher", "finch.cli.main:main", {"arguments": arguments}, check.folder)
     train(job(check, "straight"))
     has_failed = launcher.wait(check.end) and launcher.codes != [0]

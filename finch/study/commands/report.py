@@ -29,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(parsed: argparse.Namespace) -> None:
     """Writes the report and prints where it is."""
     require_extras("finch report", "torchtune", "report")
+    from finch.study.report.runs import find_runs
+
+    find_runs(parsed.runs)  # a wrong folder is named before what draws is imported
     from finch.study.report.report import write_report
 
     options = {"new_task": parsed.new_task, "old_tasks": parsed.old_tasks, "base": parsed.base}

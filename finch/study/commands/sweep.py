@@ -261,14 +261,15 @@ def compose(
 
 
 def _compose(grid: Grid, cell: Cell, launcher: Sequence[str], is_here: bool, num_ranks: int | None) -> Job:
-    from finch.training.config_checks import check_schedule
+    words = run_words(grid, cell)[1:]
+    recipe, cfg = read_job(grid.config, words, is_here=is_here)
+    from finch.training.config_checks import check_schedule  # after the first look, which does not import torch
 
-    recipe, cfg = read_job(grid.config, run_words(grid, cell)[2:])
-    is_named = any(word.startswith("lr_scheduler.eta_max=") for word in run_words(grid, cell))
+    is_named = any(word.startswith("lr_scheduler.eta_max=") for word in words)
     if "optimizer.lr" in cell.values and not is_named and check_schedule(cfg):
         # Else the cell would train at the constant rate of its cap, as one of another method.
         cell = replace(cell, adapted=("lr_scheduler.eta_max=auto",))
-        recipe, cfg = read_job(grid.config, run_words(grid, cell)[2:])
+        recipe, cfg = read_job(grid.config, run_words(grid, cell)[1:], is_here=is_here)
     if grid.recipe is not None and recipe != grid.recipe:
         raise UserError(f"recipe={grid.recipe} does not train its model, {recipe} does; leave recipe out of the grid")
     if cell.source is None or (cell.source / run_files.METRICS).exists():  # not before lr_replay has its log
@@ -363,7 +364,7 @@ class _Submission:
         """Returns the array's id."""
         lines = []
         for job in jobs:
-            _, config, *overrides = run_words(self._grid, job.cell)
+            config, *overrides = run_words(self._grid, job.cell)
             lines.append(shlex.join([job.recipe, absolute(config), *overrides]) + "\n")
         cells = next(self._free)
         limit = "" if max_parallel is None else f"%{max_parallel}"

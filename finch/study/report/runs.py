@@ -129,14 +129,8 @@ class Run:
         return self.folder / run_files.EVALUATION / f"{suite}.json"
 
 
-def read_runs(folders: Iterable[Path]) -> list[Run]:
-    """
-    Args:
-        folders: of runs, or of sweeps, whose cells are all read; a run that is named twice is read once.
-
-    Raises:
-        UserError: a folder is neither, has no readable files, or there is nothing in any of them yet.
-    """
+def find_runs(folders: Iterable[Path]) -> list[Path]:
+    """The folders of runs among ``folders``, of runs or of sweeps, each once. Raises UserError for one that is neither."""
     found: dict[Path, Path] = {}
     for folder in folders:
         if not folder.is_dir():
@@ -148,7 +142,18 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
                 "give the folders of runs, or of a sweep"
             )
         found.update({cell.resolve(): cell for cell in cells})
-    runs = [read_run(folder) for folder in found.values()]
+    return list(found.values())
+
+
+def read_runs(folders: Iterable[Path]) -> list[Run]:
+    """
+    Args:
+        folders: of runs, or of sweeps, whose cells are all read; a run that is named twice is read once.
+
+    Raises:
+        UserError: a folder is neither, has no readable files, or there is nothing in any of them yet.
+    """
+    runs = [read_run(folder) for folder in find_runs(folders)]
     if not any(run.metrics or run.results for run in runs):
         raise UserError(f"{runs[0].folder} has no steps and no evaluations yet; wait for the first step of a run")
     return runs

@@ -357,7 +357,7 @@ def commands(comparison: Comparison, options: Sequence[str]) -> list[str]:
     lines = []
     run = next((one for one in comparison.runs if one.config), None)
     if run is not None:
-        words = ["--config", str(run.folder / run_files.CONFIG), f"output_dir={run.folder}_again"]
+        words = [str(run.folder / run_files.CONFIG), f"output_dir={run.folder}_again"]
         # Of the run's own checkpoint the new folder has none.
         fresh = ["resume_from_checkpoint=False"] if run.config.get("resume_from_checkpoint") is True else []
         lines.append(["finch", "run", *words, *fresh])

@@ -204,9 +204,9 @@ class Job:
 
 
 def run_words(grid: Grid, cell: Cell) -> list[str]:
-    """``--config NAME_OR_PATH`` and the overrides of a cell's run."""
+    """CONFIG and the overrides of a cell's run."""
     resume = [] if grid.overwrites else ["resume_from_checkpoint=auto"]
-    return ["--config", grid.config, *grid.overrides, *cell.overrides(), *resume]
+    return [grid.config, *grid.overrides, *cell.overrides(), *resume]
 
 
 def is_trained(run: Path, cfg: DictConfig) -> bool:

@@ -117,22 +117,32 @@ def test_check_of_lora_counts_only_trained_weights(check):
     assert "epoch_N/ and epoch_N_adapter/" in out
 
 
-def test_check_shows_all_mistakes(check):
-    mistakes = {
-        "epohcs=1": "unknown key epohcs=1, did you mean epochs?",
-        "batch_size=x": "batch_size=x must be int >= 1",
-        "lr_scheduler.etamax=3": "unknown key lr_scheduler.etamax, did you mean lr_scheduler.eta_max?",
-        "optimizer.lr=0": "optimizer.lr=0 must be a number above 0",
-        "loss=torch.nn.MSELoss": "loss._component_=torch.nn.MSELoss is not a plain cross-entropy",
-        "model.num_layers=1": "model does not fit checkpointer.checkpoint_dir",
-        "tokenizer.path=/nowhere/tokenizer.model": "tokenizer: ",
-        "dataset.data_files=/nowhere/rows.jsonl": "dataset.data_files=/nowhere/rows.jsonl does not exist",
-    }
+@pytest.mark.parametrize(
+    "mistakes",
+    [
+        {  # found without an import that takes time: what takes time is not begun
+            "epohcs=1": "unknown key epohcs=1, did you mean epochs?",
+            "batch_size=x": "batch_size=x must be int >= 1",
+            "lr_scheduler.etamax=3": "unknown key lr_scheduler.etamax, did you mean lr_scheduler.eta_max?",
+        },
+        {
+            "checkpointer.checkpoint_dir=/nowhere": "checkpointer.checkpoint_dir=/nowhere is not a folder",
+            "dataset.data_files=/nowhere/rows.jsonl": "dataset.data_files=/nowhere/rows.jsonl does not exist",
+        },
+        {
+            "optimizer.lr=0": "optimizer.lr=0 must be a number above 0",
+            "loss=torch.nn.MSELoss": "loss._component_=torch.nn.MSELoss is not a plain cross-entropy",
+            "model.num_layers=1": "model does not fit checkpointer.checkpoint_dir",
+            "tokenizer.path=/nowhere/tokenizer.model": "tokenizer: ",
+        },
+    ],
+)
+def test_check_shows_all_mistakes(check, mistakes):
     code, out = check(*mistakes)
     assert code == 1
     problems = zip(mistakes.values(), re.findall(r"problem: (.*)", out), strict=True)
     assert [problem for start, problem in problems if not problem.startswith(start)] == []
-    assert out.endswith("8 problems found\n")
+    assert out.endswith(f"{len(mistakes)} problems found\n")
 
 
 def test_check_groups_bad_rows(check, rows_file, tmp_path):
@@ -193,9 +203,11 @@ def test_check_reads_the_rows_of_probes(check, rows_file):
     code, out = check(*held_out)
     assert code == 0, out
     assert re.search(rf"probes +facts: {rows_file}, question_answer, 5 rows, \d+ tokens", out)
-    code, out = check(*held_out, "probes.facts.kind=text", "probes.other.data_files=/nowhere.jsonl")
-    assert "problem: probes.facts.kind=text, but the rows look like question/answer" in out
-    assert "problem: probes.other.data_files=/nowhere.jsonl does not exist" in out
+    for wrong, problem in {
+        "probes.facts.kind=text": "probes.facts.kind=text, but the rows look like question/answer",
+        "probes.other.data_files=/nowhere.jsonl": "probes.other.data_files=/nowhere.jsonl does not exist",
+    }.items():
+        assert f"problem: {problem}" in check(*held_out, wrong)[1]
 
 
 def test_check_reads_replayed_prompts(check, rows_file):

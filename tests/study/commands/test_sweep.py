@@ -130,7 +130,7 @@ def test_dry_run_prints_runs_and_evaluations(grid, tmp_path, base_folder, capsys
     run, tasks = (line.partition(" -m finch.cli ")[2] for line in printed.splitlines()[2:] if line)
     out = tmp_path / "out"
     words = f"dtype=bf16_mixed method=sft seed=0 output_dir={out}/sft_seed0 resume_from_checkpoint=auto"
-    assert run == f"run --nproc_per_node 2 --config {tmp_path}/config.yaml {words}"
+    assert run == f"run --nproc_per_node 2 {tmp_path}/config.yaml {words}"
     common = f"evaluate --base {base_folder} --tuned {out}/sft_seed0 --out {out} --trust --data-root data --limit 5"
     assert tasks == f"{common} --tasks tofu,mine --include-path yaml --new-task mine"
 
