@@ -280,7 +280,7 @@ class Probes(Hook):
         if not self._rows:
             return []
         share = self._seconds / (time.perf_counter() - self._trainer.run.start_time)
-        kls = [state.probe_metrics[key] for name in self._answers if (key := f"probe/{name}/kl") in state.probe_metrics]
+        kls = [state.evaluated[key] for name in self._answers if (key := f"probe/{name}/kl") in state.evaluated]
         return [
             *map(scale, kls[:1]),
             *self._said,
