@@ -95,7 +95,7 @@ def main() -> None:
     ranks = launched_ranks()
     output = f"output_dir={tempfile.gettempdir()}/finch_estimate"
     fixed = ["max_steps_per_epoch=2", "epochs=1", "lr_scheduler=null", output, "overwrite=True"]
-    recipe, cfg = read_job(config, [*fixed, *overrides])
+    recipe, cfg = read_job(config, [*fixed, *overrides], is_here=False)
     name = "FinchLoRAFinetune" if recipe == LORA_RECIPE else "FinchFullFinetune"
     with measured_step() as measured:
         run_recipe(getattr(importlib.import_module(recipe), name), cfg)

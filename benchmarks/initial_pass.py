@@ -33,7 +33,7 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     output = f"output_dir={tempfile.gettempdir()}/finch_initial_pass"
     fixed = ["lr_scheduler=null", "dataset_validation=null", "log_every_n_steps=1000", output, "overwrite=True"]
-    _, cfg = read_job(args.config, [*fixed, *args.overrides])
+    _, cfg = read_job(args.config, [*fixed, *args.overrides], is_here=False)
     recipe = FinchFullFinetune(cfg)
     recipe.setup(cfg)
     recipe.begin()

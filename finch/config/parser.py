@@ -104,7 +104,9 @@ def read(
         if not errors:
             with named_errors(path):
                 blocks, chosen = complete(file_blocks, overrides, is_first_look=not is_last, ranks=ranks)
-                cfg, names = merge(blocks, overrides)
+                # What auto adds later on can be removed only then.
+                is_open = not is_last and "auto" in file_cfg
+                cfg, names = merge(blocks, [each for each in overrides if not (is_open and each.startswith("~"))])
                 OmegaConf.to_container(cfg, resolve=True)
             if "lora" in names and model is FullFinetuneKeys:
                 command = shlex.join(["finch", "run", parsed.config, *map(format_override, overrides)])

@@ -183,6 +183,8 @@ def join(device: torch.device, sizes: MeshSizes, timeout: timedelta | None = Non
         for name in mesh.mesh_dim_names or ():
             _set_pg_timeout(timeout, mesh.get_group(name))
     data_mesh = mesh["dp_replicate", "dp_shard"]
+    if sizes.tensor > 1:
+        mesh["dp_shard", "tp"]._flatten("dp_shard_tp")  # a norm over both is then one reduction
     return Parallel(
         device,
         rank,

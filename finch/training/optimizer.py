@@ -112,7 +112,7 @@ def _norm(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
     norms = torch.stack(torch._foreach_norm([dtensor.to_local(each) for each in gradients], 2, dtype))
     if isinstance(first := gradients[0], DTensor):
         for dimension, placement in enumerate(first.placements):
-            if placement.is_shard():
+            if not placement.is_replicate():  # FSDP2's shards under tensor parallelism are of another class than Shard
                 norms = norms.square()
                 distributed.all_reduce(norms, group=first.device_mesh.get_group(dimension))
                 norms = norms.sqrt()

@@ -65,7 +65,7 @@ def make(tmp_path):
 def estimate(make, tmp_path):
     def estimate(ranks=1, rows=ROWS, **changes):
         changes = {"output_dir": str(tmp_path / "estimated"), **changes}
-        recipe, cfg = read_job(write_config(tmp_path / "config", make(**changes)), [])
+        recipe, cfg = read_job(write_config(tmp_path / "config", make(**changes)), [], is_here=False)
         return estimate_step(recipe, cfg, ranks=ranks, rows=rows)
 
     return estimate
@@ -228,7 +228,7 @@ def test_time_is_operations_and_bytes_over_their_rates():
 
 def test_candidates_keep_the_samples_of_a_step_and_save_memory(make, estimate, tmp_path):
     changes = {"batch_size": 4, "gradient_accumulation_steps": 2}
-    _, cfg = read_job(write_config(tmp_path / "config", make(**changes)), [])
+    _, cfg = read_job(write_config(tmp_path / "config", make(**changes)), [], is_here=False)
     found = candidates(cfg)
     assert found == [
         ("enable_activation_checkpointing=True",),
@@ -238,7 +238,7 @@ def test_candidates_keep_the_samples_of_a_step_and_save_memory(make, estimate, t
     ]
     peak = estimate(rows=Rows(100, 50), **changes).device_peak
     for overrides in found:
-        recipe, cfg = read_job(write_config(tmp_path / "config", make(**changes)), overrides)
+        recipe, cfg = read_job(write_config(tmp_path / "config", make(**changes)), overrides, is_here=False)
         assert estimate_step(recipe, cfg, ranks=1, rows=Rows(100, 50)).device_peak < peak, overrides
     cfg.enable_activation_checkpointing, cfg.batch_size = True, 1
     cfg.optimizer._component_ = "torch.optim.SGD"

@@ -51,7 +51,7 @@ def test_peak_is_near_that_of_the_fake_step(ranks, changes, tmp_path):
     model = {"_component_": "torchtune.models.llama2.llama2", **llama_args(num_layers=LAYERS)}
     absent = tmp_path / "absent"
     written = make_config(absent, absent / "rows", tmp_path / "run", model=model, batch_size=3, **changes)
-    recipe, cfg = read_job(write_config(tmp_path / "config", written), [])
+    recipe, cfg = read_job(write_config(tmp_path / "config", written), [], is_here=False)
     step = estimate_step(recipe, cfg, ranks=ranks, rows=ROWS)
     by_formula = memory_by_formula(decoder(), cfg, ROWS, ranks=ranks)
     assert by_formula["peak"] == pytest.approx(step.device_peak, rel=0.25)

@@ -27,7 +27,7 @@ def step(config: str, layers: int, *overrides: str, ranks: int = 1) -> StepEstim
     """Of rows of TOFU's mean lengths, with the config's model of fewer layers."""
     sizes = {**HEADS, **SIZES[config], "num_layers": layers}
     changes = [f"model={MODELS[config]}", *(f"model.{key}={value}" for key, value in sizes.items()), *overrides]
-    recipe, cfg = read_job(config, changes)
+    recipe, cfg = read_job(config, changes, is_here=False)
     return estimate_step(recipe, cfg, ranks=ranks, rows=Rows(85, 37))
 
 
