@@ -87,7 +87,7 @@ FAMILIES = {
     ),
     "qwen3": Family(
         "Qwen3",
-        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B-Instruct-2507"),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Instruct-2507"),
         ("finch.models.qwen3.qwen3",),
         ("qwen3",),
     ),
