@@ -328,7 +328,8 @@ def test_names_on_the_hub_become_commits(server, rows_file):
 def test_run_keeps_the_commits_and_goes_on_with_them_alone(server, folder, tmp_path, monkeypatch):
     config = yaml.safe_load(find_config("auto").read_text())
     config |= {"output_dir": str(tmp_path / "run"), "device": "cpu", "epochs": 1, "model_dir": "Acme/Tiny"}
-    config |= {"data_files": "hf://datasets/Acme/Rows/rows.jsonl"}
+    # A light run that has ended is not continued.
+    config |= {"data_files": "hf://datasets/Acme/Rows/rows.jsonl", "save_best_only": False}
     model, rows = server.main("models/Acme/Tiny"), server.main("datasets/Acme/Rows")
     done = run_here(tmp_path, config)
     assert f"model_dir=Acme/Tiny@{model}: " in done.output
