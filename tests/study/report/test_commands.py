@@ -25,7 +25,7 @@ def test_commands_of_a_report_repeat_what_it_shows(tiny, trained, base_folder, t
         AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
     root, models = write_data_root(tmp_path / "data"), ("--base", str(base), "--tuned", str(run))
     tasks = ("--suite", "forgetting", "--tasks", "hellaswag,winogrande", "--data-root", str(root), "--limit", "6")
-    for words in (tasks, ("--limit", "1")):
+    for words in (tasks, ("--limit", "8")):
         code, _, error = finch(capsys, "evaluate", *models, "--out", "evaluated", *words)
         assert code == 0, error
     results = {path.name: read_result(path) for path in (run / "evaluation").glob("*.json")}
