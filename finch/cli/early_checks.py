@@ -55,7 +55,8 @@ def _file_errors(cfg: DictConfig) -> Iterator[UserError]:
         check_folder(str(cfg.checkpointer.get("checkpoint_dir")))
     except UserError as error:
         yield error
-    yield from (error for _, error in file_errors(cfg))
+    if cfg.get("check_dataset", True):
+        yield from (error for _, error in file_errors(cfg))
 
 
 @contextlib.contextmanager
