@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
@@ -69,22 +68,14 @@ def load_full_tensor(parameter: torch.Tensor, value: torch.Tensor) -> None:
             parameter.copy_(value)
 
 
-def group_by_placements(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """As :func:`group_by_mesh`, of tensors that also have the same placements on their mesh."""
-    groups: dict[Any, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        key = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-        groups.setdefault(key, []).append(tensor)
-    return list(groups.values())
-
-
-def group_by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Groups tensors by the device mesh they lie on; plain tensors form one group.
+def group_by_mesh(tensors: Iterable[torch.Tensor], *, by_placements: bool = False) -> list[list[torch.Tensor]]:
+    """Groups tensors by the device mesh they lie on, and ``by_placements`` on it; plain tensors form one group.
 
     torch's fused and foreach kernels accept tensors of one mesh at a time. Under tensor parallelism there are two: the weights
     that the plan shards lie on (data, tensor), the norms only on the data dimension.
     """
-    groups: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+    groups: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+        key = (tensor.device_mesh, by_placements and tensor.placements) if isinstance(tensor, DTensor) else None
+        groups.setdefault(key, []).append(tensor)
     return list(groups.values())

@@ -100,7 +100,7 @@ def grad_norm(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     dtype = torch.float64 if any(each.dtype == torch.float64 for each in gradients) else torch.float32
     # Not get_total_norm, which returns the norm of bf16 gradients in bf16: up to 0.4% off.
-    norms = [_norm(group, dtype) for group in dtensor.group_by_placements(gradients)]
+    norms = [_norm(group, dtype) for group in dtensor.group_by_mesh(gradients, by_placements=True)]
     if not norms:
         return torch.zeros(())
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
