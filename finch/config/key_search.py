@@ -56,7 +56,7 @@ _FOREIGN_NAMES = {
     "use validate_every_n_steps, with dataset_validation": "eval_steps",
     "every epoch ends with a validation; use validate_every_n_steps to validate within an epoch": "eval_strategy",
     "use log_every_n_steps": "logging_steps",
-    "use metric_logger=wandb, or tensorboard": "report_to wandb wandb_project",
+    "use metric_logger=wandb, tensorboard, trackio or csv": "report_to wandb wandb_project",
     # methods
     "use method=lora": "finetuning_type adapter use_peft",
     "use model.lora_rank, with method=lora": "lora_r lora_rank",

@@ -38,10 +38,14 @@ from finch.config.schema import RECIPES, FullFinetuneKeys, Keys, keys
 from finch.config.validation import PATHS, check, components, referred_keys
 
 _ENTRY = re.compile(r"([A-Za-z_][\w.]*)\[(\d+)\][\w.\[\]]*=")  # a key in an entry of a list
-_LOGGER = "metric_logger._component_=torchtune.training.metric_logging"
 _METRIC_LOGGERS = {
-    "metric_logger=wandb": (f"{_LOGGER}.WandBLogger", "metric_logger.log_dir=${output_dir}/logs"),
-    "metric_logger=tensorboard": (f"{_LOGGER}.TensorBoardLogger", "metric_logger.log_dir=${output_dir}/logs"),
+    f"metric_logger={word}": (f"metric_logger._component_={component}", "metric_logger.log_dir=${output_dir}/logs")
+    for word, component in {
+        "wandb": "torchtune.training.metric_logging.WandBLogger",
+        "tensorboard": "torchtune.training.metric_logging.TensorBoardLogger",
+        "trackio": "finch.training.metric_loggers.TrackioLogger",
+        "csv": "finch.training.metric_loggers.CSVLogger",
+    }.items()
 }
 AUTO_KEYS = {"model_dir", "data_files", "source"}
 """What the function under a config's key ``auto`` reads; other keys may refer to them."""

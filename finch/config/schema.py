@@ -333,7 +333,7 @@ class Output(Keys):
     overwrite: Place[bool] = False
     """start from scratch in an output_dir that holds a run; its files are removed when the first step starts"""
     metric_logger: Place[Component | None] = None
-    """wandb, tensorboard, or another torchtune metric logger, next to metrics.jsonl"""
+    """wandb, tensorboard, trackio, csv, or another torchtune metric logger, next to metrics.jsonl"""
     log_every_n_steps: Place[PositiveInt] = 1
     """how often the metric logger and the progress bar are updated, and a GPU is read"""
     log_peak_memory_stats: Place[bool] = True

@@ -58,12 +58,19 @@ def test_what_ranks_load_is_what_was_read(file, tmp_path):
 def test_a_metric_logger_is_one_word(file, block):
     """Its files lie in RUN/logs, unless the command line says otherwise."""
     path = file(metric_logger=block, output_dir="runs/${seed}", seed=3)
-    for word, name in (("wandb", "WandBLogger"), ("tensorboard", "TensorBoardLogger")):
-        component = f"torchtune.training.metric_logging.{name}"
-        cfg = read(["--config", path, f"metric_logger={word}", "metric_logger.project=mine"])
-        assert cfg.metric_logger == {"_component_": component, "log_dir": "runs/3/logs", "project": "mine"}
+    torchtunes, ours = "torchtune.training.metric_logging", "finch.training.metric_loggers"
+    for word, component in {
+        "wandb": f"{torchtunes}.WandBLogger",
+        "tensorboard": f"{torchtunes}.TensorBoardLogger",
+        "trackio": f"{ours}.TrackioLogger",
+        "csv": f"{ours}.CSVLogger",
+    }.items():
+        cfg = read(["--config", path, f"metric_logger={word}"])
+        assert cfg.metric_logger == {"_component_": component, "log_dir": "runs/3/logs"}
         cfg = read(["--config", path, f"metric_logger={word}", "metric_logger.log_dir=y"])
         assert cfg.metric_logger == {"_component_": component, "log_dir": "y"}
+    cfg = read(["--config", path, "metric_logger=wandb", "metric_logger.project=mine"])
+    assert cfg.metric_logger.project == "mine"
 
 
 @pytest.mark.parametrize("key", ["max_seq_len", "max_length"])

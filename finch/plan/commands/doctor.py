@@ -27,7 +27,8 @@ PURPOSES = {
     "wandb": "metric_logger=wandb",
     "docs": "make docs: the site, in a checkout",
     "tensorboard": "metric_logger=tensorboard",
-    "all": "all of these but lightning, titan, docs and bitsandbytes",
+    "trackio": "metric_logger=trackio",
+    "all": "all of these but trackio, lightning, titan, docs and bitsandbytes",
     "bitsandbytes": "the 8-bit optimizers of bitsandbytes, which torchtune's configs name",
 }
 """What each extra of pyproject.toml is for."""
