@@ -46,15 +46,27 @@ TOPICS = (
     "maps",
 )
 PYRECALL = """
-import json, sys
+import json, sys, time
 from pathlib import Path
 from pyrecall import Model
 from pyrecall.detector import ForgettingDetector
-found = [Model(folder, snapshot_dir=Path(sys.argv[3]), device="cpu").snapshot(name) for name, folder in zip("ab", sys.argv[1:3])]
+from pyrecall.snapshot import SkillSnapshot
+def snapshot(folder):
+    kept = Path(sys.argv[3], Path(folder).name)
+    if not (kept / "snapshot.json").exists():
+        start = time.process_time()
+        found = Model(folder, snapshot_dir=Path(sys.argv[3]), device="cpu").snapshot("scores", dry_run=True)
+        found.tags["seconds"] = str(time.process_time() - start)
+        found.save(kept)
+    return SkillSnapshot.load(kept)
+found = [snapshot(folder) for folder in sys.argv[1:3]]
 report = ForgettingDetector().compare(*found)
 worst = min(report.comparisons, key=lambda each: each.delta)
-print(json.dumps([report.degraded_skills, len(report.comparisons), worst.category, f"{worst.delta:+.3f}", "healthy" if report.is_healthy else "degraded"]))
+says = "healthy" if report.is_healthy else "degraded"
+seconds = sum(float(each.tags["seconds"]) for each in found)
+print(json.dumps([report.degraded_skills, len(report.comparisons), worst.category, f"{worst.delta:+.3f}", says, seconds]))
 """
+"""Scores of a model are taken once, for all pairs; the time of both counts."""
 FINETUNECHECK = """
 import json, sys
 from finetunecheck.config import QuickConfig
@@ -87,7 +99,7 @@ def main() -> None:
             if python and not any((row["model"], row["tool"]) == (name, tool) for row in rows):
                 start = _cpu_seconds()
                 found = run(python, args.base, folder, args.out)
-                rows.append({"model": name, "tool": tool, **found, "CPU seconds": _cpu_seconds() - start})
+                rows.append({"model": name, "tool": tool, "CPU seconds": _cpu_seconds() - start, **found})
                 with kept.open("a") as file:
                     print(json.dumps(rows[-1]), file=file)
     print_rows(rows)
@@ -118,9 +130,9 @@ def _finch(python: str, base: Path, tuned: Path, out: Path) -> dict[str, Any]:
 
 
 def _pyrecall(python: str, base: Path, tuned: Path, out: Path) -> dict[str, Any]:
-    snapshots = _empty(out / "pyrecall" / tuned.name)
-    command = [python, "-c", PYRECALL, str(base), str(tuned), str(snapshots)]
-    return _row(*json.loads(_output(command, out / "pyrecall.log").splitlines()[-1]))
+    command = [python, "-c", PYRECALL, str(base), str(tuned), str(out / "pyrecall")]
+    *row, seconds = json.loads(_output(command, out / "pyrecall.log").splitlines()[-1])
+    return {**_row(*row), "CPU seconds": seconds}
 
 
 def _finetunecheck(python: str, base: Path, tuned: Path, out: Path) -> dict[str, Any]:

@@ -27,6 +27,8 @@ FROM_THE_ROOT = {
 }
 """Pages of the site by the file of the repository that they show."""
 PICTURES = {".png", ".svg"}
+SEARCH_BOOST = {"troubleshooting.md": 4, "recipe.md": 4, "changes.md": 0.2}
+"""Where a search for a symptom, or for what a run does, should lead: other pages name the same words more often."""
 _CODE = re.compile(r"(^ *(```+|~~~+).*?^ *\2 *$|`+[^`\n]+`+)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _ROLE = re.compile(r":(?:class|meth|func|attr|mod):(?=<code>)")
@@ -56,6 +58,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Rewrites links, and lists as Python-Markdown reads them."""
     uri = page.file.src_uri
+    if uri in SEARCH_BOOST:
+        page.meta["search"] = {"boost": SEARCH_BOOST[uri]}
     if uri in generated.pages():
         return markdown
     source = PurePosixPath(FROM_THE_ROOT.get(uri, f"docs/{uri}"))

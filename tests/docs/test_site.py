@@ -13,6 +13,9 @@ from helpers.runs import ROOT
 
 pytestmark = pytest.mark.slow
 
+SEARCHES = {"self_replay.strength": "reference/keys", "out of memory": "troubleshooting", "resume": "recipe"}
+"""What is typed, and a page that should be among the first three."""
+
 
 @pytest.fixture
 def checkout(tmp_path):
@@ -79,7 +82,8 @@ def test_site(checkout, address):
             assert page.evaluate("document.scrollingElement.scrollWidth") <= 360, file
         page.goto(address)
         page.click("label[for=__search]")
-        page.type(".md-search__input", "self_replay.strength")
-        page.wait_for_selector(".md-search-result__item a[href*='reference/keys']", state="attached")
+        for words, found in SEARCHES.items():
+            page.fill(".md-search__input", words)
+            page.wait_for_selector(f".md-search-result__item:nth-child(-n+3) a[href*='{found}']", state="attached")
         browser.close()
     assert [url for url in fetched if not url.startswith(address)] == problems == []
