@@ -69,6 +69,8 @@ print(json.dumps([report.degraded_skills, len(report.comparisons), worst.categor
 """Scores of a model are taken once, for all pairs; the time of both counts."""
 FINETUNECHECK = """
 import json, sys
+import transformers
+transformers.TokenizersBackend = transformers.PreTrainedTokenizerFast  # its name in folders that transformers 5 has saved
 from finetunecheck.config import QuickConfig
 from finetunecheck.eval.runner import EvalRunner
 found = EvalRunner(QuickConfig(base_model=sys.argv[1], finetuned_model=sys.argv[2], device="cpu")).run()
@@ -87,9 +89,8 @@ def main() -> None:
     parser.add_argument("--pyrecall")
     parser.add_argument("--finetunecheck")
     args = parser.parse_args()
-    models = dict(_models(args.base, args.out))
-    if args.tuned:
-        models["tuned"] = args.tuned
+    models = {"tuned": args.tuned} if args.tuned else {}
+    models |= _models(args.base, args.out)
     print(f"{machine()}; a skill is seen by finch beyond {MAX_KL:g} nats per token", flush=True)
     kept = args.out / "rows.jsonl"  # of an earlier call that was interrupted
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []

@@ -36,7 +36,7 @@ def main() -> None:
 
     from examples.quickstart.base import finch, prepare, run_side_by_side
     from examples.quickstart.evaluate import Scores, evaluate, tokenize
-    from examples.quickstart.figure import Curves, draw
+    from examples.quickstart.figure import draw
     from examples.quickstart.world import new_world, old_world
     from finch.base.run_files import AVERAGE as AVERAGE_FOLDER
     from finch.base.run_files import METRICS, read_metrics
@@ -45,7 +45,7 @@ def main() -> None:
     base = prepare(out)
     batches = {"old": tokenize(old_world().about(*MEASURED), base), "new": tokenize(new_world(), base)}
     base_scores = evaluate(base, batches)
-    runs: dict[str, Curves] = {}
+    runs: dict[str, list[dict[str, Scores]]] = {}  # after each epoch
     speeds: dict[str, float] = {}  # median of target tokens per second
     print(f"{SFT}, {FINCH} and {REPLAY}: 200 facts of the new world", flush=True)
     data = out / "data"
@@ -61,15 +61,14 @@ def main() -> None:
         run = out / folder
         steps = [line for line in read_metrics(run / METRICS) if "loss" in line]
         speeds[name] = statistics.median(line["tokens_per_second_per_gpu"] for line in steps)
-        scores: dict[int, dict[str, Scores]] = {0: base_scores}
-        for epoch, last_step in {line["epoch"]: line["step"] for line in steps}.items():
-            scores[last_step] = evaluate(run / f"epoch_{epoch}", batches)
-        runs[name] = Curves([line["lr"] for line in steps], scores)
+        epochs = sorted({line["epoch"] for line in steps})
+        runs[name] = [base_scores, *(evaluate(run / f"epoch_{epoch}", batches) for epoch in epochs)]
     averaged = evaluate(out / FOLDERS[REPLAY] / AVERAGE_FOLDER / "model", batches)
-    draw({name.lower().replace(" ", ""): run for name, run in runs.items()}, averaged, out / "figure.png")
+    num_facts = {world: len(batch["tokens"]) for world, batch in batches.items()}
+    draw({name.lower().replace(" ", ""): run for name, run in runs.items()}, averaged, num_facts, out / "figure.png")
 
     print(f"\n{'':20}{'new accuracy':>14}{'old accuracy':>14}{'old loss':>10}{'tokens/s':>10}")
-    last_scores = {name: run.scores[max(run.scores)] for name, run in runs.items()}
+    last_scores = {name: run[-1] for name, run in runs.items()}
     for name, after in {"base model": base_scores, **last_scores, AVERAGE: averaged}.items():
         speed = f"{speeds[name]:>10,.0f}" if name in speeds else ""
         print(f"{name:20}{after['new'].accuracy:>14.1%}{after['old'].accuracy:>14.1%}{after['old'].loss:>10.3f}{speed}")
