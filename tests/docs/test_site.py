@@ -87,7 +87,8 @@ def test_site(checkout, address):
         page.goto(address)
         page.click("label[for=__search]")
         for words, (found, place) in SEARCHES.items():
-            page.fill(".md-search__input", words)
+            page.fill(".md-search__input", "")
+            page.type(".md-search__input", words)
             page.wait_for_selector(
                 f".md-search-result__item:nth-child(-n+{place}) a[href*='{found}']", state="attached"
             )
