@@ -19,7 +19,7 @@ from finch.objectives.divergence import describe, moved_groups
 from finch.training.checkpointer import TrainState
 from finch.training.hooks import Hook, Trainer
 from finch.training.run import describe_best
-from finch.training.style import COLOURS, LESS_FORGOTTEN, name_ends, new_panels
+from finch.training.style import COLOURS, name_ends, new_panels, no_math
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -205,6 +205,11 @@ def draw(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
         values, colour = _column(validations, key), COLOURS["vermilion"]
         losses.plot(at, values, color=colour, linewidth=1.4, linestyle=style, marker="o", markersize=5, label=label)
     losses.set_ylabel("loss, nats per token")
+    losses.set_title(
+        no_math(f"{file.parent.name}: what was learned{', what was forgotten' if lost else ''}, and the rate"),
+        loc="left",
+        fontsize=11,
+    )
 
     if lost:
         _draw_lost(panels[1], lost)
@@ -225,15 +230,14 @@ def draw(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 def _draw_lost(axes: Axes, lost: Mapping[str, tuple[list[int], list[float]]]) -> None:
-    """What the probes lost since step 0, more of it further down; accuracies with a dashed line, in the same numbers."""
+    """What the probes lost since step 0; accuracies with a dashed line, in the same numbers."""
     for (label, (at, values)), colour in zip(lost.items(), itertools.cycle(_PROBE_COLOURS)):
         style = "--" if label.endswith("accuracy") else "-"
         axes.plot(at, values, color=colour, linewidth=1.4, linestyle=style, marker="o", markersize=4, label=label)
     axes.axhline(0, color=COLOURS["ink"], linewidth=0.8)
-    axes.yaxis.set_inverted(True)
     has_accuracy = any(label.endswith("accuracy") for label in lost)
-    rise = "rise of losses, fall of accuracy\nsince step 0" if has_accuracy else "rise since step 0,\nnats per token"
-    axes.set_ylabel(f"{rise}\n{LESS_FORGOTTEN}")
+    rise = "rise of losses, fall\nof accuracy since step 0" if has_accuracy else "rise since\nstep 0, nats per token"
+    axes.set_ylabel(f"forgotten: {rise}")
 
 
 def _lost(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
