@@ -243,10 +243,13 @@ class Profiler(Hook):
 
 
 class Validation(Hook):
-    """The mean loss over each set of ``dataset_validation`` in nats per token, after each epoch and every ``validate_every_n_steps``."""
+    """The mean loss over each set of ``dataset_validation`` in nats per token: the pretrained model's, then after each epoch and every
+    ``validate_every_n_steps``."""
 
     def start(self, trainer: Trainer) -> None:
         self._trainer, self._every = trainer, trainer.cfg.validate_every_n_steps
+        if not trainer.run.scalars:  # a new run
+            self._measure(trainer.state)
 
     def wants_sync(self, step: int) -> bool:
         return bool(self._every) and step % self._every == 0
@@ -257,21 +260,26 @@ class Validation(Hook):
             self.after_epoch(state)
 
     def after_epoch(self, state: TrainState) -> Mapping[str, float]:
-        trainer, log = self._trainer, self._trainer.metrics_log
-        data = trainer.data
-        if state.evaluated.keys() & data.validations.keys():  # at this step, where the run ends within an epoch
+        if (
+            state.evaluated.keys() & self._trainer.data.validations.keys()
+        ):  # at this step, where the run ends within an epoch
             return state.evaluated
+        losses = self._measure(state)
+        state.evaluated = {**state.evaluated, **losses}
+        return losses
+
+    def _measure(self, state: TrainState) -> dict[str, float]:
+        trainer, log = self._trainer, self._trainer.metrics_log
         log.flush()  # the time of the passes is not that of training steps
         losses = {
-            key: dataset_loss(trainer.model, data.eval_loader(samples, "validation"))
-            for key, samples in data.validations.items()
+            key: dataset_loss(trainer.model, trainer.data.eval_loader(samples, "validation"))
+            for key, samples in trainer.data.validations.items()
         }
         if losses:
             log.write_event({"step": state.step, "epoch": state.epoch, **losses})
             texts = ", ".join(f"{key.replace('_', ' ')} {loss:.4f}" for key, loss in losses.items())
             logger.info(f"epoch {state.epoch + 1}/{trainer.cfg.epochs}, step {state.step}: {texts}")
             log.reset_timer()
-        state.evaluated = {**state.evaluated, **losses}
         return losses
 
 

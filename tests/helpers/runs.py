@@ -211,10 +211,17 @@ def before_steps(monkeypatch: pytest.MonkeyPatch, action: Callable[[Any], None])
 
 
 def script_validation(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
-    """Makes the validation losses those of a script, by step, in runs of this process."""
-    steps = [0]
-    before_steps(monkeypatch, lambda recipe: steps.append(recipe.state.step + 1))
-    monkeypatch.setattr("finch.training.hooks.dataset_loss", lambda *_: losses[steps[-1]])
+    """Makes the validation losses those of a script, by step, in runs of this process. The pretrained model's is 9."""
+    from finch.training.hooks import Validation
+
+    steps, measure = [0], Validation._measure
+
+    def measured(hook, state):
+        steps.append(state.step)
+        return measure(hook, state)
+
+    monkeypatch.setattr(Validation, "_measure", measured)
+    monkeypatch.setattr("finch.training.hooks.dataset_loss", lambda *_: {0: 9.0, **losses}[steps[-1]])
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, *, losses: Sequence[int] = (), gradients: Sequence[int] = ()) -> None:

@@ -46,7 +46,7 @@ def test_readings_within_epochs(step, tiny, tmp_path, monkeypatch):
     config["resume_from_checkpoint"] = "auto"
     run_broken(tmp_path, config, monkeypatch, step)
     run = finished(tmp_path, config)
-    assert [line["step"] for line in run.metrics(validation=True)] == [2, 4, 6, 8]
+    assert [line["step"] for line in run.metrics(validation=True)] == [0, 2, 4, 6, 8]
     assert run.column("step") == list(range(1, 9))
     assert result(run) == "best_step_4"
     assert "best model: step 4, validation loss 2.0000 nats\n" in run.output

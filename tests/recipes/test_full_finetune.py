@@ -6,6 +6,7 @@ import finch_full_finetune
 import pytest
 import torch
 import yaml
+from helpers.causal_lm import mean_loss
 from helpers.runs import (
     before_steps,
     disk_logger,
@@ -17,8 +18,10 @@ from helpers.runs import (
     validated,
     weights,
 )
+from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
+from finch.config.instantiate import build
 from finch.training import hooks
 from finch.training.metrics import MetricsLog
 from finch.training.step_loss import StepLoss
@@ -94,11 +97,15 @@ def test_epoch_folder_loads_in_transformers_with_equal_logits(two_epochs, base_f
     assert relative_l2(weights(run.folder / "epoch_1"), weights(base_folder)) > 1e-3
 
 
-def test_best_links_the_lowest_validation_loss(two_epochs):
+def test_validation_begins_with_the_pretrained_model_and_chooses_the_best_epoch(two_epochs, base_folder):
     run = two_epochs
-    validated = run.metrics(validation=True)
-    assert [line["step"] for line in validated] == [4, 8, 11, 12, 16, 20, 22]
-    best = min((0, 1), key=lambda epoch: validated[(2, 6)[epoch]]["validation_loss"])
+    losses = {line["step"]: line["validation_loss"] for line in run.metrics(validation=True)}
+    assert list(losses) == [0, 4, 8, 11, 12, 16, 20, 22]
+    cfg = OmegaConf.load(run.folder / "config.yaml")
+    rows = build(cfg.dataset_validation, "dataset_validation", build(cfg.tokenizer, "tokenizer"))
+    rows = [{"input_ids": list(row["tokens"]), "labels": list(row["labels"])} for row in rows]
+    assert losses[0] == pytest.approx(mean_loss(AutoModelForCausalLM.from_pretrained(base_folder), rows), rel=1e-5)
+    best = min((0, 1), key=lambda epoch: losses[(11, 22)[epoch]])
     assert (run.folder / "best").readlink().name == f"epoch_{best}"
 
 

@@ -231,7 +231,7 @@ def test_selection_and_named_validation_sets(config, rows_file, tmp_path):
     sets = {"near": near, "far": far}
     run = finished(tmp_path, {**config, "dataset_validation": sets}, "select_by=probe/facts/loss", "~probes.own")
     lines = [line for line in run.lines() if "validation/near/loss" in line]
-    assert [line["step"] for line in lines] == [6, 12]
+    assert [line["step"] for line in lines] == [0, 6, 12]
     assert all("validation/far/loss" in line and "validation_loss" not in line for line in lines)
     facts = {epoch: probed(run)[step]["probe/facts/loss"] for epoch, step in enumerate((6, 12))}
     best = min(facts, key=facts.get)

@@ -97,6 +97,17 @@ def test_metrics_log_drops_lines_after_its_checkpoint(tmp_path):
     assert [(line["step"], line["loss"]) for line in read_metrics(file)] == [(1, 1.0), (2, 1.0), (3, 0.5)]
 
 
+@pytest.mark.parametrize(("first_lines", "kept"), [(None, 0), (1, 1)])
+def test_a_run_that_begins_anew_keeps_no_line_of_step_0(tmp_path, first_lines, kept):
+    """One that resumes from a state of step 0 keeps those that were written before it."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 0, "validation_loss": 1.0}\n{"step": 0, "validation_loss": 2.0}\n')
+    log = MetricsLog(tmp_path, None, is_writer=True)
+    log.open(first_step=0, first_lines=first_lines)
+    log.close()
+    assert len(read_metrics(file)) == kept
+
+
 @pytest.mark.parametrize(
     "line", [b"\xff\xfe", b"[" * 3000, b'{"step": "2"}', b'{"step": 2, "lr": "high"}', b'{"step": 2, "lr": 1e999}']
 )
