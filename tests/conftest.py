@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+if "HF_DATASETS_CACHE" not in os.environ:  # one of the session's own, which xdist's workers inherit
+    _CACHE = tempfile.TemporaryDirectory(prefix="finch-tests-")
+    os.environ["HF_DATASETS_CACHE"] = _CACHE.name
 
 from helpers.ranks import close_rank_servers
 from helpers.runs import FULL, ROOT, Run, run_here, validated, write_rows

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from finch.base.errors import UserError
+from finch.distributed.processes import is_launched
 
 
 @dataclass(frozen=True)
@@ -203,11 +204,6 @@ def join(device: torch.device, sizes: MeshSizes, timeout: timedelta | None = Non
 def stop() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def is_launched() -> bool:
-    """Whether torchrun started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launched_rank() -> int:

@@ -17,6 +17,11 @@ _SPIN_COUNT = "1000"
 _OF_LAUNCHERS = re.compile(r"RANK|WORLD_SIZE|LOCAL_\w+|GROUP_\w+|ROLE_\w+|MASTER_\w+|TORCHELASTIC_\w+")
 
 
+def is_launched() -> bool:
+    """Whether torchrun started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def limit_spinning(environment: MutableMapping[str, str]) -> None:
     """Lets OpenMP's threads sleep soon while they wait for each other. What the user has set stays. Takes effect where torch is not imported yet.
 

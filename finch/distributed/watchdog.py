@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from finch.base.errors import HANG, is_restarted
-from finch.distributed.parallel import is_launched
+from finch.distributed.processes import is_launched
 
 _SHARE_OF_TIMEOUT = 0.9
 _GRACE_S = 5.0  # for the watching thread to print, if it gets to run

@@ -21,7 +21,7 @@ from finch.distributed.parallel import launched_ranks
 from finch.distributed.precision import precision_of
 from finch.objectives import Objective
 from finch.objectives.regularization import KL
-from finch.optim.optimizers import stochastic_optimizer
+from finch.optim.optimizer_variants import stochastic_optimizer
 from finch.training.kl_penalty import build_kl
 from finch.training.optimizer import finch_warning, loss_schedule, torch_schedule
 

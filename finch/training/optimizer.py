@@ -20,7 +20,7 @@ from finch.distributed import fsdp
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import Precision
 from finch.optim.finch_lr import AUTO_ETA_MAX
-from finch.optim.optimizers import adapt, on_local_shards, optimizers_in_backward, stochastic_optimizer
+from finch.optim.optimizer_variants import adapt, on_local_shards, optimizers_in_backward, stochastic_optimizer
 from finch.optim.torch_lr import TorchLR
 from finch.training.chunked_loss import TokenLoss
 from finch.training.reference import ReferenceLosses

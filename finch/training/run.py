@@ -31,9 +31,9 @@ from finch.checkpoint import reader as checkpoint
 from finch.config.instantiate import build, component_of
 from finch.data.training_data import TrainingData
 from finch.distributed import watchdog
-from finch.distributed.parallel import Parallel, is_launched, launched_rank
+from finch.distributed.parallel import Parallel, launched_rank
 from finch.distributed.precision import precision_of
-from finch.distributed.processes import die_with_parent
+from finch.distributed.processes import die_with_parent, is_launched
 from finch.models.lora import adapter_parameters
 from finch.optim.finch_lr import NonfiniteError
 from finch.training.checkpointer import Stop

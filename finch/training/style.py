@@ -90,10 +90,24 @@ class Name:
     places: Sequence[tuple[float, float]]
 
 
-def name_ends(axes: Axes) -> None:
+def name_ends(*panels: Axes) -> None:
     """Names the lines that have labels where they end, in the margin at the right; lines of one label have one name, and names that would overlap
-    are moved apart. The limits of the axes have to be final.
+    are moved apart. The panels are one figure's; the limits of their axes have to be final.
     """
+    figure, named = cast("Figure", panels[0].figure), [_named(axes) for axes in panels]
+    figure.draw_without_rendering()  # gives the texts their margin, and the axes their height
+    for axes, found in zip(panels, named, strict=True):
+        # Below each name; without them heights need only not fall.
+        gaps = np.arange(len(found)) * (1.35 * TEXT_SIZE / 72 / axes.get_position().height / figure.get_figheight())
+        # It keeps the highest name within the axes; those below it then move down as well.
+        room = max(0.0, 1.0 - gaps.max(initial=0.0))
+        heights = np.maximum.accumulate(np.clip([height for height, _ in found], 0.0, None) - gaps).clip(max=room)
+        for (_, text), height in zip(found, (heights + gaps).tolist(), strict=True):
+            text.set_position((1.03, height))
+
+
+def _named(axes: Axes) -> list[tuple[float, Annotation]]:
+    """The names of lines at the heights of their ends, in shares of the axes."""
     from matplotlib.colors import to_hex
 
     axes.autoscale_view()
@@ -105,20 +119,10 @@ def name_ends(axes: Axes) -> None:
             ends.setdefault(str(line.get_label()), []).append((*known[-1], to_hex(line.get_color())))
     found = []
     for label, those in ends.items():
-        last = max(x for x, _, _ in those)
-        place = last, fmean(y for x, y, _ in those if x == last)
-        found.append((float(to_shares.transform(place)[1]), Name(label, those[0][2], [place])))
-    found.sort(key=lambda one: one[0])
-    texts = [annotate(axes, name, (1.03, height), name.places[0]) for height, name in found]
-    figure = cast("Figure", axes.figure)
-    figure.draw_without_rendering()  # gives the texts their margin, and the axes their height
-    gap = 1.35 * TEXT_SIZE / 72 / (axes.get_position().height * figure.get_figheight())
-    gaps = gap * np.arange(len(texts))  # below each name; without them heights need only not fall
-    # It keeps the highest name within the axes; those below it then move down as well.
-    room = max(0.0, 1.0 - gap * (len(texts) - 1))
-    heights = np.maximum.accumulate(np.clip([height for height, _ in found], 0.0, None) - gaps).clip(max=room) + gaps
-    for text, height in zip(texts, heights.tolist(), strict=True):
-        text.set_position((1.03, height))
+        place = (last := max(x for x, _, _ in those)), fmean(y for x, y, _ in those if x == last)
+        height = float(to_shares.transform(place)[1])
+        found.append((height, annotate(axes, Name(label, those[0][2], [place]), (1.03, height), place)))
+    return sorted(found, key=lambda one: one[0])
 
 
 def annotate(axes: Axes, name: Name, at: tuple[float, float], place: tuple[float, float] | None = None) -> Annotation:

@@ -223,8 +223,7 @@ def draw(lines: Sequence[Mapping[str, Any]], file: Path) -> None:
     rates.set_ylim(0, 1.08 * max([line["lr"] for line in steps], default=1.0) or 1.0)
     rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     rates.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    for axes in panels:
-        name_ends(axes)
+    name_ends(*panels)
     with files.atomic_file(file) as partial:
         figure.savefig(partial, format="png", dpi=130)
 

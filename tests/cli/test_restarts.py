@@ -27,12 +27,11 @@ def start(base_folder, rows_file, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_killed_rank_is_restarted_and_the_run_equals_an_undisturbed_one(start, ranks):
-    undisturbed = start("whole", "--nproc_per_node", str(ranks))
-    run = start("killed", "--restarts", "2", "--nproc_per_node", str(ranks), action="SIGKILL", overwrite=True)
+def test_killed_rank_is_restarted_and_the_run_equals_an_undisturbed_one(start):
+    undisturbed = start("whole", "--nproc_per_node", "2")
+    run = start("killed", "--restarts", "2", "--nproc_per_node", "2", action="SIGKILL", overwrite=True)
     assert run.returncode == 0, run.output
-    assert f"finch: rank {ranks - 1} failed with exit code 137 (SIGKILL)" in run.output
+    assert "finch: rank 1 failed with exit code 137 (SIGKILL)" in run.output
     assert "; restart 1 of 2, from step_4\n" in run.output
     assert f"resumed from step 4 of {run.folder}/checkpoints/step_4" in run.output
     assert run.column("step") == list(range(1, 12))
@@ -53,6 +52,7 @@ def test_hanging_rank_is_restarted(start, ranks, checkpoint):
     assert run.column("step") == list(range(1, 12))
 
 
+@pytest.mark.slow
 def test_second_failure_from_a_checkpoint_ends_the_run(start):
     run = start("r", "--restarts", "9", action="SIGKILL", once=False)
     assert run.returncode == 137
@@ -74,7 +74,9 @@ def test_second_step_that_is_not_finite_names_its_rows(start):
     ("overrides", "action", "code"), [(["dataset.data_files=/nowhere.jsonl"], None, 1), ([], "SIGTERM", 0)]
 )
 def test_mistake_and_preemption_are_not_restarted(start, overrides, action, code):
-    run = start("r", "--restarts", "3", *overrides, action=action)
+    """A mistake that both ranks see is said once."""
+    run = start("r", "--restarts", "3", "--nproc_per_node", "1" if action else "2", *overrides, action=action)
+    assert "Traceback" not in run.output
     assert run.returncode == code, run.output
     assert "restart " not in run.output
     if code:

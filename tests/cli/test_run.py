@@ -87,14 +87,6 @@ def test_two_ranks_train_as_one_process_does(config, tmp_path, base_folder, rows
     assert (tmp_path / "run" / "epoch_0" / "model.safetensors").exists()
 
 
-def test_mistake_seen_by_ranks_is_one_line(config, tmp_path):
-    process = start("--config", config(), "--nproc_per_node", "2", "dataset.data_files=/nowhere.jsonl")
-    run = finish(process, tmp_path / "run")
-    error = "finch: error: dataset.data_files=/nowhere.jsonl does not exist; correct the path"
-    assert (run.returncode, run.error()) == (1, error)
-    assert "Traceback" not in run.output
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGUSR1)])
 def test_signal_saves_and_ends_with_the_recipes_exit_code(config, tmp_path, ranks, number):

@@ -8,7 +8,7 @@ from finch.base import dtensor
 from finch.base.errors import UserError
 from finch.distributed import fsdp, parallel
 from finch.distributed.precision import PRECISIONS, precision_of
-from finch.optim.optimizers import adapt, stochastic_optimizer
+from finch.optim.optimizer_variants import adapt, stochastic_optimizer
 
 
 @pytest.fixture

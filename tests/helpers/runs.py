@@ -136,13 +136,14 @@ def relative_l2(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 def run_here(folder: Path, config: dict, *overrides: str, recipe: str = FULL) -> Run:
-    """Runs the recipe in this process, as `python -m finch_full_finetune` would: quicker than a separate process."""
+    """Runs the recipe in this process, as `python -m finch_full_finetune` would: quicker than a separate process. Draws no loss.png."""
     output = io.StringIO()
     handler = logging.StreamHandler(output)
     logging.getLogger("finch").addHandler(handler)
     code = 0
     arguments = [recipe, "--config", write_config(folder, config), *overrides]
-    with mock.patch.object(sys, "argv", arguments), contextlib.redirect_stderr(output):
+    patches = mock.patch.object(sys, "argv", arguments), mock.patch("finch.training.summary.update_loss_figure")
+    with patches[0], patches[1], contextlib.redirect_stderr(output):
         try:
             importlib.import_module(recipe).recipe_main()
         except SystemExit as error:

@@ -59,6 +59,7 @@ def test_metrics_has_a_line_for_every_step(two_epochs):
     assert lines[-1]["loss"] < lines[0]["loss"]
     logged = (run.folder.parent / "logs" / "log.txt").read_text().splitlines()
     assert len([line for line in logged if "ema_loss" in line]) == len(lines)
+    assert (run.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "dtype fp32: weights, optimizer states and computation in fp32" in run.output
 
 

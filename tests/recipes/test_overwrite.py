@@ -81,7 +81,7 @@ def test_nothing_of_the_old_run_is_left(tmp_path, config, old_run):
     (log,) = (old_run / run_files.LOGS).iterdir()
     assert log.name.startswith("log_")
     assert len(log.read_text().splitlines()) == 2
-    left = {path.name for path in old_run.iterdir()} - {run_files.LOSS_FIGURE, "torchtune_config.yaml"}
+    left = {path.name for path in old_run.iterdir()} - {"torchtune_config.yaml"}
     assert left == {
         *(run_files.CONFIG, run_files.METRICS, run_files.CHECKPOINTS, run_files.REFERENCE_LOSSES),
         *(run_files.LOGS, run_files.LOCK, run_files.STATUS, "epoch_0", "notes.txt"),

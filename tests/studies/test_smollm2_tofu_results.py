@@ -33,6 +33,7 @@ NAMES = {  # of the pages' tables
 RATIO = re.compile(r"\d\.\d\d \[\d\.\d\d, \d\.\d\d\]")
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_the_runs(tmp_path):
     with tarfile.open(RESULTS / "runs.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")

@@ -73,7 +73,7 @@ def test_steps_on_local_shards_are_those_on_dtensors_bit_for_bit(tmp_path) -> No
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor import DTensor
         from finch.base.dtensor import full_tensor
-        from finch.optim.optimizers import on_local_shards
+        from finch.optim.optimizer_variants import on_local_shards
         from finch.training.optimizer import grad_norm
 
         dist.init_process_group("gloo")
@@ -121,7 +121,7 @@ from torch._subclasses import fake_tensor
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from finch.optim.optimizers import on_local_shards
+from finch.optim.optimizer_variants import on_local_shards
 from finch.training.optimizer import grad_norm
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)

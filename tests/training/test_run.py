@@ -5,8 +5,6 @@ import math
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import namedtuple
 from types import SimpleNamespace
@@ -25,17 +23,17 @@ from finch.config.validation import check
 from finch.training import run as run_module
 from finch.training.run import RunLock, describe_best, update_best
 
-HOLDER = """
-import multiprocessing, sys, time
-from pathlib import Path
-from finch.training.run import RunLock
-lock = RunLock(Path(sys.argv[1]))
-lock.acquire()
-worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
-worker.start()
-print(worker.pid, flush=True)
-time.sleep(1000)
-"""
+FORK = multiprocessing.get_context("fork")
+
+
+def hold(folder, told):
+    """Holds the lock and forks a worker, whose id it tells."""
+    lock = RunLock(folder)
+    lock.acquire()
+    worker = FORK.Process(target=time.sleep, args=(1000,))
+    worker.start()
+    told.put(worker.pid)
+    time.sleep(1000)
 
 
 @pytest.fixture(autouse=True)
@@ -45,14 +43,16 @@ def _short_timeout(monkeypatch):
 
 def test_second_run_names_the_holder_until_it_is_killed(tmp_path):
     """A data-loader worker that the killed holder has forked, and that is still alive, does not keep the lock."""
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    worker = int(holder.stdout.readline())
+    told = FORK.Queue()
+    holder = FORK.Process(target=hold, args=(tmp_path, told))
+    holder.start()
+    worker = told.get(timeout=300)
     try:
         for start in (RunLock(tmp_path).check, RunLock(tmp_path).acquire, RunLock(tmp_path).acquire):
             with pytest.raises(UserError, match=rf"is in use by process {holder.pid} on \S+ since 2.*; wait for it"):
                 start()
         holder.kill()
-        holder.wait()
+        holder.join()
         lock = RunLock(tmp_path)
         lock.check()
         lock.acquire()
@@ -66,7 +66,7 @@ def test_release_frees_a_lock_acquired_twice_and_forked(tmp_path):
     lock = RunLock(tmp_path)
     lock.acquire()
     lock.acquire()
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+    child = FORK.Process(target=time.sleep, args=(1000,))
     child.start()
     with pytest.raises(UserError, match=f"is in use by process {os.getpid()} on "):
         RunLock(tmp_path).check()

@@ -85,7 +85,7 @@ def main(parsed: argparse.Namespace) -> None:
         _skills(parsed)
         return
     tasks, others = _check(parsed)
-    from finch.distributed.parallel import is_launched
+    from finch.distributed.processes import is_launched
     from finch.evaluation.custom_tasks import custom_task
     from finch.evaluation.harness import Harness, has_chat_template, quiet_harness, task_manager
     from finch.evaluation.loading import join_ranks, resolve_dtype, shared_tokenizer

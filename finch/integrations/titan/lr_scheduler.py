@@ -14,7 +14,7 @@ from finch import FinchLR
 from finch.base.errors import UserError
 from finch.base.log import logger
 from finch.optim.finch_lr import ETA_MAX
-from finch.optim.optimizers import on_local_shards
+from finch.optim.optimizer_variants import on_local_shards
 
 
 class FinchLRSchedulersContainer(LRSchedulersContainer):

@@ -38,7 +38,7 @@ from finch.distributed import parallel
 from finch.distributed.parallel import MeshSizes, Parallel
 from finch.distributed.precision import Precision, precision_of
 from finch.objectives import IGNORE_INDEX
-from finch.optim.optimizers import optimizers_in_backward
+from finch.optim.optimizer_variants import optimizers_in_backward
 from finch.plan.estimate.formula import Rows
 from finch.plan.estimate.fused_norm import count_norms_as_one
 from finch.plan.estimate.step_trace import (

@@ -29,7 +29,7 @@ def test_paper_results():
     assert paper_results(None, "qwen3_4b") == {}
 
 
-def test_appendix_b5_is_next_to_the_same_norms(run, tmp_path):
+def test_appendix_b5_is_next_to_the_same_norms(run, tmp_path, undrawn):
     for model, first, last in (("qwen3_4b", (83.5, -9.6), (58.5, -4.6)), ("llama3_8b", (83.3, -9.0), (62.8, -0.4))):
         found = {key: tuple(row.values()) for key, row in paper_results("knowledge", model).items() if "clip" in key}
         assert list(found) == [f"clip_grad_norm {norm}" for norm in (1.0, 0.1, 0.01, 0.001, 0.0001)]

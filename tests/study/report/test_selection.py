@@ -86,7 +86,7 @@ def test_bad_names_are_refused(runs, new, old, words):
     assert "\n" not in str(caught.value)
 
 
-def test_best_setting_is_chosen_by_validation_where_all_settings_have_it(tmp_path):
+def test_best_setting_is_chosen_by_validation_where_all_settings_have_it(tmp_path, undrawn):
     """Validation prefers the smaller rate, the reported score the larger one."""
     cells = make_sweep(tmp_path, methods=("sft",), rates=(3e-5, 1e-4), seeds=(0, 1), n=20)
 

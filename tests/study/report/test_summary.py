@@ -64,7 +64,7 @@ def test_summary_csv_has_units(nats):
             assert float(row["delta"]) == pytest.approx(float(rows[run, "own_answers_kl"]["score"]))
 
 
-def test_notes_name_tasks_and_runs_outside_the_trade_off(nats, sweep):
+def test_notes_name_tasks_and_runs_outside_the_trade_off(nats, sweep, undrawn):
     text = (nats / "report.md").read_text()
     assert "old task is own_answers_kl in nats. Only in the tables of changes: own_answers in nats, hellaswag" in text
     assert "1 of 8 runs lacks tofu and is absent from the trade-off: SFT, lr 3e-5." in text
@@ -123,7 +123,7 @@ def test_methods_are_compared_at_equal_scores_in_words():
     assert " points less, from 40.0% to 80.0% on average; at" in text
 
 
-def test_tasks_at_chance_are_marked_and_stay_out_of_the_mean(sweep):
+def test_tasks_at_chance_are_marked_and_stay_out_of_the_mean(sweep, undrawn):
     text = (sweep / "points" / "report.md").read_text()
     base = json.loads(next(sweep.glob("base*/forgetting.json")).read_text())["tasks"]["winogrande"]
     interval = binomtest(round(20 * base["score"]), 20).proportion_ci(method="wilson")
@@ -146,7 +146,7 @@ def test_runs_that_are_left_out_are_folded_at_the_end(nats):
         assert text.index("lacks tofu and is absent") > text.index("<summary>Left out") > text.index("finch report ")
 
 
-def test_runs_at_their_cap_are_named(tmp_path):
+def test_runs_at_their_cap_are_named(tmp_path, undrawn):
     """There FINCH's rate is constant: a comparison would say nothing of the schedule."""
     run, other = (make_run(tmp_path / name, name, 1e-5, base=None) for name in ("finch", "sft"))
     metrics = run / "metrics.jsonl"

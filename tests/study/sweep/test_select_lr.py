@@ -106,7 +106,7 @@ def test_command_prints_all_rates_and_the_runs(out, capsys):
     assert printed.endswith(f"{last}\n{out}/sft_2e-05_0\n")
 
 
-def test_report_has_the_table_of_rates(out, tmp_path):
+def test_report_has_the_table_of_rates(out, tmp_path, undrawn):
     page = write_report([out], tmp_path / "report").with_name("report.md").read_text()
     _, _, section = page.partition("## SFT's learning rates")
     assert "forgets less than 2 points on average: 2e-05" in section
