@@ -69,8 +69,10 @@ print(json.dumps([report.degraded_skills, len(report.comparisons), worst.categor
 """Scores of a model are taken once, for all pairs; the time of both counts."""
 FINETUNECHECK = """
 import json, sys
-import transformers
-transformers.TokenizersBackend = transformers.PreTrainedTokenizerFast  # its name in folders that transformers 5 has saved
+from transformers import PreTrainedTokenizerFast
+from transformers.models.auto import tokenization_auto
+by_name = tokenization_auto.tokenizer_class_from_name  # transformers 5 saves a name that earlier ones do not know
+tokenization_auto.tokenizer_class_from_name = lambda name: by_name(name) or PreTrainedTokenizerFast
 from finetunecheck.config import QuickConfig
 from finetunecheck.eval.runner import EvalRunner
 found = EvalRunner(QuickConfig(base_model=sys.argv[1], finetuned_model=sys.argv[2], device="cpu")).run()
