@@ -16,6 +16,8 @@ from finch.base.errors import UserError, one_line
 from finch.base.files import atomic_file
 
 OK, FAILED, MEASURED, NOT_RUN = "ok", "failed", "measured", "not run"
+LATE = "not done before the phase's deadline"
+NOT_QUICK = "not with --quick: it takes too long"
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Check:
         """Whether ``seconds`` are left before the deadline; otherwise the case is recorded as not run."""
         if time.time() + seconds < self.end:
             return True
-        self.not_run(name, "no time left before the phase's deadline")
+        self.not_run(name, LATE)
         return False
 
     def _add(self, line: Line) -> None:
