@@ -20,6 +20,10 @@ LATE = "not done before the phase's deadline"
 NOT_QUICK = "not with --quick: it takes too long"
 
 
+class Late(Exception):
+    """A deadline has come before a case was seen: it is not run, since no machine is wrong because it is slow."""
+
+
 @dataclass(frozen=True)
 class Line:
     """One thing that was looked at; ``status`` is ``"ok"``, ``"failed"``, ``"measured"`` (nothing was expected of it) or ``"not run"``."""
@@ -67,9 +71,11 @@ class Check:
 
     @contextlib.contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """Runs one case of several: an error becomes a failed line, and the next case is run."""
+        """Runs one case of several: an error becomes a failed line, :class:`Late` one that is not run, and the next case is run."""
         try:
             yield
+        except Late:
+            self.not_run(name, LATE)
         except Exception as error:
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             self._add(Line(name, FAILED, note=one_line(f"{kind}{error}")))

@@ -12,7 +12,7 @@ import time
 import pytest
 from helpers.gpu_check_phases import phase
 
-from finch.plan.gpu_check import meshes, phases
+from finch.plan.gpu_check import machine, meshes, phases
 from finch.plan.gpu_check.phases import PHASES, run_phases
 from finch.plan.gpu_check.processes import Ranks
 
@@ -71,6 +71,13 @@ def test_meshes_that_are_not_reached_are_not_run(target, statuses, check, monkey
     check.end = time.time() + (0 if target == "hang_at_once" else 300)
     meshes.run(check)
     assert [line.status for line in check.lines] == statuses
+
+
+def test_case_that_a_deadline_ends_is_not_run(check):
+    with check.case("all-reduce"):
+        check.ranks, check.end = 2, time.time()
+        machine.all_reduce_rate(check)
+    assert [(line.name, line.status) for line in check.lines] == [("all-reduce", "not run")]
 
 
 def test_errors_are_failed_lines(tmp_path):
