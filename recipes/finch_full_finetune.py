@@ -98,6 +98,7 @@ class FinchFullFinetune(FTRecipeInterface):
         preemption = hooks.Preemption()
         self.hooks = run_hooks.build_hooks(self, preemption)
         self.run.check_disk_room(self.decoder)
+        self.loaded.check_room(self.parallel)
         self.metrics_log = hooks.build_metrics_log(cfg, self.run.path, self.parallel, num_steps=self.num_steps)
         self.run.create()
         preemption.install(self.run)  # once the folder is there, in which a signal marks the run for requeueing

@@ -30,28 +30,35 @@ def local_block(tensor: torch.Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(block.offsets, block.sizes, strict=True))
 
 
-def each_shard(tensor: torch.Tensor) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-    """A tensor's shards in turn, on every rank; a collective of all ranks if ``tensor`` is sharded.
+def each_shard(tensor: torch.Tensor, writer: int = 0) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+    """A tensor's shards in turn, on the rank ``writer``, to which the others send theirs; a collective of all ranks if ``tensor`` is sharded.
 
-    Yields the part of the global tensor that the shard holds, a slice for each dimension, and the shard. A rank holds one shard of another
-    rank at a time, never the complete tensor. Copies on other ranks are left out.
+    Yields the part of the global tensor that the shard holds, a slice for each dimension, and the shard; on the other ranks nothing, if
+    ``tensor`` is sharded. The writer holds one shard of another rank at a time, never the complete tensor. Copies on other ranks are left out.
     """
     if not isinstance(tensor, DTensor):
         yield local_block(tensor), tensor
         return
-    local, mesh = tensor.to_local(), tensor.device_mesh
+    local, mesh, this_rank = tensor.to_local(), tensor.device_mesh, dist.get_rank()
     # Next to a mesh without the tensor-parallel dimension there are others, of the same ranks shifted: rank 0's is taken on all.
     ranks = (mesh.mesh - mesh.mesh.min()).flatten().tolist()
     seen = set()
     for rank, place in zip(ranks, itertools.product(*map(range, mesh.shape)), strict=True):
         block = _compute_local_shape_and_global_offset(tensor.shape, mesh.shape, list(place), tensor.placements)
-        # All ranks compute the same blocks and leave out the same ones, so that none waits alone in a broadcast.
+        # All ranks compute the same blocks and leave out the same ones, so that none is waited for in vain.
         if block in seen or 0 in block[0]:
             continue
         seen.add(block)
-        shard = local.contiguous() if rank == dist.get_rank() else local.new_empty(block[0])
-        dist.broadcast(shard, src=rank)
-        yield tuple(slice(start, start + size) for size, start in zip(*block, strict=True)), shard
+        if this_rank not in (rank, writer):
+            continue
+        shard = local.contiguous() if rank == this_rank else local.new_empty(block[0])
+        if rank != writer:
+            move = dist.P2POp(dist.isend, shard, writer) if rank == this_rank else dist.P2POp(dist.irecv, shard, rank)
+            # As a batch, which takes NCCL's communicator of all ranks; a single one would make another for each pair.
+            for work in dist.batch_isend_irecv([move]):
+                work.wait()
+        if this_rank == writer:
+            yield tuple(slice(start, start + size) for size, start in zip(*block, strict=True)), shard
 
 
 def load_full_tensor(parameter: torch.Tensor, value: torch.Tensor) -> None:

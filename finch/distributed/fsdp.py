@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -14,6 +16,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from finch.distributed.parallel import Parallel
 
 T = TypeVar("T")
+_RESHARDS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+"""Whether a root's layers free their weights after a forward; without roots whose weights stay gathered for now."""
+MOST_OF_FREE = 0.5
+"""Share of the free memory that gathered weights may take: keys, values and logits need the rest."""
 
 
 def shard_model(
@@ -49,6 +55,7 @@ def shard_model(
     fully_shard(model, **{**options, "mp_policy": policy, "reshard_after_forward": False})
     # The root keeps its gathered weights after a forward: without a backward nothing else would free them.
     model.register_forward_hook(_reshard_without_backward)
+    _RESHARDS[model] = reshard_after_forward
 
 
 def prefetch(layers: Iterable[nn.Module]) -> None:
@@ -74,6 +81,40 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+@contextlib.contextmanager
+def gathered(model: nn.Module, parallel: Parallel, dtype: torch.dtype) -> Iterator[None]:
+    """Gathers each weight once for all forwards inside, none of which a backward follows; a collective.
+
+    Where a rank has no room for the complete model in ``dtype``, the computation's, each forward gathers it, layer by layer.
+    """
+    size = dtype.itemsize * sum(weight.numel() for weight in model.parameters())
+    free = free_memory(parallel.device)
+    has_room = free is None or size <= MOST_OF_FREE * free
+    # Together: what one rank gathers all others take part in.
+    if model not in _RESHARDS or not parallel.all_true(has_room):
+        yield
+        return
+    layers = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+    reshards = _RESHARDS.pop(model)
+    try:
+        for layer in layers:
+            layer.set_reshard_after_forward(False, recurse=False)
+        yield
+    finally:
+        for layer in layers:
+            layer.set_reshard_after_forward(reshards, recurse=False)
+        _RESHARDS[model] = reshards
+        reshard(model)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that tensors may still take on a GPU; None: not known."""
+    if device.type != "cuda":
+        return None
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
+
+
 def _reshard_without_backward(model: nn.Module, *_: Any) -> None:
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and model in _RESHARDS:
         reshard(model)

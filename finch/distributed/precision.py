@@ -72,5 +72,7 @@ def precision_of(name: str) -> Precision:
 
 def check_hardware(name: str, device: torch.device) -> None:
     """Raises UserError if ``device`` cannot compute in the dtype."""
-    if device.type == "cuda" and PRECISIONS[name].compute == torch.bfloat16 and not torch.cuda.is_bf16_supported():
+    if device.type != "cuda" or PRECISIONS[name].compute != torch.bfloat16:
+        return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):  # it would be many times slower than fp32
         raise UserError(f"dtype={name} needs bf16, which {torch.cuda.get_device_name(device)} lacks: use fp32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torchtune import modules, training
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from finch.base.errors import UserError
+from finch.base.files import gigabytes
 from finch.base.log import logger
 from finch.data.prompts import stop_tokens
 from finch.data.stats import DatasetStats
@@ -24,6 +26,7 @@ from finch.models import lora
 from finch.models.hf_config import CONFIG
 from finch.training.chunked_loss import TokenLoss
 from finch.training.model import compile_backend, compile_layers, decoder_on_meta, use_complex_product, use_fused_norm
+from finch.training.optimizer import optimizer_bytes
 from finch.training.padding_free_attention import DESCRIPTIONS, accept_padding_free, choose_way
 from finch.weights.formats import open_checkpoint
 from finch.weights.huggingface import PretrainedFolder
@@ -96,6 +99,21 @@ class LoadedModel:
             f"{key}: {rows} longer than sliding_window={window} in {CONFIG} of {base.folder} are trained with more context than the pretrained model "
             f"has, since finch's model has no window; tokenizer.max_seq_len={window} cuts them there"
         )
+
+    def check_room(self, parallel: Parallel) -> None:
+        """Raises UserError, on all ranks, if a GPU has less free memory than weights and optimizer states take there; a collective."""
+        if self._cfg.fsdp_cpu_offload:
+            return
+        weights, bytes_of = list(self.decoder.parameters()), optimizer_bytes(self._cfg, self._precision)
+        needed = sum(each.nbytes + bytes_of * each.numel() * each.requires_grad for each in weights)
+        needed /= parallel.world_size // self._cfg.data_parallel_replicate_dim
+        place = f"GPU {parallel.device.index} of {platform.node()}"
+        for name, free in parallel.gather_all_ranks((place, fsdp.free_memory(parallel.device))):
+            if free is not None and free < needed:
+                raise UserError(
+                    f"device={self._cfg.device}: {name} has {gigabytes(free)} free, weights and optimizer states need {gigabytes(int(needed))} there; end what "
+                    "else runs on it (nvidia-smi), choose others with CUDA_VISIBLE_DEVICES, or start more ranks"
+                )
 
     def in_memory(self, parallel: Parallel, *, num_chunks: int = 1, has_reference: bool = False) -> TokenLoss:
         """The model, sharded and allocated; its parameters have no values yet."""

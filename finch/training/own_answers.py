@@ -6,25 +6,25 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torchtune.modules import KVCache, local_kv_cache
 
 from finch.base.errors import UserError
 from finch.base.log import logger
 from finch.base.progress import Progress
 from finch.data.loader import REFERENCES, EvalSettings
 from finch.data.prompts import Prompts, Sample, num_targets
-from finch.distributed import watchdog
+from finch.distributed import fsdp, watchdog
 from finch.distributed.parallel import Parallel
 from finch.objectives import IGNORE_INDEX
 from finch.objectives.replay import chooser, end_turn, uniform_draws
 from finch.training.chunked_loss import TokenLoss
+from finch.training.kv_cache import KVCache
 from finch.training.padding_free_attention import CALLS_ATTENTION
 from finch.training.readouts import chosen, top_tokens
 from finch.training.reference import ReferenceFile, compute_reference_top_k, fingerprint_of
@@ -188,7 +188,7 @@ def generate(
     Each has ``tokens``, and with ``top_k`` the ``REFERENCES``: the distribution that each token is from, at temperature 1. Each of
     ``stop_tokens`` ends one, of which it is the last token. ``draws``, [prompts, max_new_tokens] in [0, 1), choose the tokens: the first
     whose cumulative probability at ``temperature`` is above the draw; at temperature 0 the likeliest. ``dtype``: of the model's
-    computation. ``title``: of the progress bar; empty: no bar.
+    computation. ``title``: of the progress bar; empty: no bar. FSDP2 gathers the weights once for all tokens, where every rank has room.
     """
     longest_first = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))  # little padding
     size = max(1, min(BATCH_ROWS, BATCH_TOKENS // (len(prompts[longest_first[0]]) + max_new_tokens)))
@@ -200,26 +200,27 @@ def generate(
     found: dict[int, list[tuple[Any, ...]]] = {index: [] for group in mine for index in group}
     progress = Progress(len(mine) * max_new_tokens, is_shown=bool(title) and parallel.is_rank_zero, leave=False)
     progress.set_title(title)
-    for number, group in enumerate(mine, start=1):
-        # An empty group runs the shortest prompt along, for the forwards' collectives; what it answers is dropped.
-        batch, active = _Batch(group or longest_first[-1:], prompts, max_new_tokens, parallel.device), set(group)
-        with batch.cache(model, dtype, parallel):
-            for step in range(max_new_tokens):
-                # Together: the forwards of a rank that goes on would wait for one that has stopped.
-                if parallel.all_true(not active):
-                    break
-                choose = chooser(draws[batch.indices, step].to(parallel.device), temperature)
-                for index, token, *reference in zip(
-                    batch.indices, *batch.next_tokens(model, choose, top_k), strict=True
-                ):
-                    if index in active:
-                        found[index].append((token, *reference))
-                        active -= {index} if token in stop_tokens else set()
-                batch.drop_ended(model, active)
-                progress.advance(1)
-                watchdog.heartbeat()
-        if progress.is_line_due():
-            progress.log(f"{title}: batch {number} of {len(mine)}, {progress.time_left()} left")
+    with fsdp.gathered(model, parallel, dtype):
+        for number, group in enumerate(mine, start=1):
+            # An empty group runs the shortest prompt along, for the forwards' collectives; what it answers is dropped.
+            batch, active = _Batch(group or longest_first[-1:], prompts, max_new_tokens, parallel.device), set(group)
+            with batch.cache(model, parallel):
+                for step in range(max_new_tokens):
+                    # Together: the forwards of a rank that goes on would wait for one that has stopped.
+                    if parallel.all_true(not active):
+                        break
+                    choose = chooser(draws[batch.indices, step].to(parallel.device), temperature)
+                    for index, token, *reference in zip(
+                        batch.indices, *batch.next_tokens(model, choose, top_k), strict=True
+                    ):
+                        if index in active:
+                            found[index].append((token, *reference))
+                            active -= {index} if token in stop_tokens else set()
+                    batch.drop_ended(active)
+                    progress.advance(1)
+                    watchdog.heartbeat()
+            if progress.is_line_due():
+                progress.log(f"{title}: batch {number} of {len(mine)}, {progress.time_left()} left")
     progress.close()
     model.train(was_training)
     share = {index: _columns(steps) for index, steps in found.items()}
@@ -244,30 +245,29 @@ class _Batch:
         rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         self._tokens = torch.tensor(rows, device=device)  # [batch, longest + answers so far]
         self._longest = longest + max_new_tokens
-        self._is_cached, self._num_cached = False, 0
+        self._caches: list[KVCache] = []
+        self._num_cached = 0
 
-    def cache(self, model: TokenLoss, dtype: torch.dtype, parallel: Parallel) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def cache(self, model: TokenLoss, parallel: Parallel) -> Iterator[None]:
         """Keeps keys and values inside, where the model's attention can do so."""
         # A cache takes a mask of all keys; Gemma 2's windows do not.
         layers: list[Any] = [layer.attn for layer in model.decoder.layers]
         is_plain = all(type(layer).forward in CALLS_ATTENTION for layer in layers)
-        self._is_cached = is_plain and parallel.tensor_mesh is None
-        if not self._is_cached:
-            return contextlib.nullcontext()
-        stack = contextlib.ExitStack()
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled model would be compiled again
-        stack.enter_context(
-            local_kv_cache(
-                model.decoder,
-                batch_size=len(self._tokens),
-                device=parallel.device,
-                dtype=dtype,
-                decoder_max_seq_len=self._longest,
-            )
-        )
-        return stack
+        if not is_plain or parallel.tensor_mesh is not None:
+            yield
+            return
+        self._caches = [KVCache(self._longest) for _ in layers]
+        with torch.compiler.set_stance("force_eager"):  # a compiled model would be compiled again
+            try:
+                for layer, cache in zip(layers, self._caches, strict=True):
+                    layer.kv_cache, layer.cache_enabled = cache, True
+                yield
+            finally:
+                for layer in layers:
+                    layer.kv_cache, layer.cache_enabled = None, False
 
-    def drop_ended(self, model: nn.Module, active: Collection[int]) -> None:
+    def drop_ended(self, active: Collection[int]) -> None:
         """Keeps the ``active`` rows, once they are few: copying the cache takes time too."""
         # Without an active row the batch stays as it is: other ranks may still need its forwards.
         if not 0 < len(active) <= KEPT_SHARE * len(self.indices):
@@ -275,9 +275,8 @@ class _Batch:
         kept = [row for row, index in enumerate(self.indices) if index in active]
         self.indices = [self.indices[row] for row in kept]
         self._tokens, self._padding = self._tokens[kept], self._padding[kept]
-        for module in model.modules():
-            if isinstance(module, KVCache):
-                module.k_cache, module.v_cache = module.k_cache[kept], module.v_cache[kept]
+        for cache in self._caches:
+            cache.keep(kept)
 
     def next_tokens(
         self, model: nn.Module, choose: Callable[[torch.Tensor], torch.Tensor], top_k: int
@@ -285,7 +284,7 @@ class _Batch:
         """The next token of each row, which is appended, and with ``top_k`` its distribution."""
         number, seq = self._tokens.shape
         new = torch.arange(self._num_cached, seq, device=self._tokens.device)  # positions that are computed
-        keys = torch.arange(self._longest if self._is_cached else seq, device=new.device)
+        keys = torch.arange(self._longest if self._caches else seq, device=new.device)
         is_text = keys[None, None] >= self._padding[:, None, None]
         is_self = keys[None, None] == new[None, :, None]  # a padded query would have nothing to attend to
         mask = ((keys[None, None] <= new[None, :, None]) & is_text) | is_self  # [batch, new, keys]
@@ -298,7 +297,7 @@ class _Batch:
         batch = {"tokens": self._tokens[:, new], "labels": labels, "targets": targets, **inputs}
         output = model(batch, [chosen(choose), top_tokens(top_k)] if top_k else [chosen(choose)])
         self._tokens = torch.cat([self._tokens, output["chosen"][:, -1:].to(self._tokens.dtype)], 1)
-        if self._is_cached:
+        if self._caches:
             self._num_cached = seq
         last = self._tokens[:, -1].tolist()
         if not top_k:

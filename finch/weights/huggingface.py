@@ -193,7 +193,7 @@ class PretrainedFolder(ABC):
         if like is None:
             weights = list(weights)
             like = dict(weights)
-        # A generator, since each step is a collective that moves one shard: memory never holds a second one.
+        # A generator, since each step moves one shard: memory never holds a second one.
         parts = (
             (name, block, shard.to("cpu", dtype or shard.dtype) if is_writer else shard)
             for name, tensor in weights

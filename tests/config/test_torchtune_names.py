@@ -47,7 +47,7 @@ torchtune.models.llama3_1._position_embeddings: Llama3ScaledRoPE
 torchtune.models.phi3: phi3 phi3_hf_to_tune phi3_tune_to_hf
 torchtune.models.qwen2: qwen2_hf_to_tune qwen2_tune_to_hf
 torchtune.models.qwen2._positional_embeddings: Qwen2RotaryPositionalEmbeddings
-torchtune.modules: FeedForward KVCache MultiHeadAttention RMSNorm RotaryPositionalEmbeddings TiedLinear TransformerDecoder TransformerSelfAttentionLayer local_kv_cache
+torchtune.modules: FeedForward MultiHeadAttention RMSNorm RotaryPositionalEmbeddings TiedLinear TransformerDecoder TransformerSelfAttentionLayer
 torchtune.modules.peft: DoRALinear LORA_ATTN_MODULES LoRALinear disable_adapter
 torchtune.modules.transforms: Transform
 torchtune.modules.transforms.tokenizers: ModelTokenizer

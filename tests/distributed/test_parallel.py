@@ -64,6 +64,43 @@ def test_parallel_on_two_ranks(tmp_path):
         assert "the rate differs between ranks: [[0.0], [1.0]]" in rank["differs"]
 
 
+SHARDS = """
+    from torch import nn
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from finch.base import dtensor
+    from finch.distributed import fsdp, parallel
+    class Moves(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.namespace == "c10d":
+                peer = args[2] if "send" in function.__name__ or "recv" in function.__name__ else None
+                moves.append([function.__name__.split(".")[0], peer, args[0][0].numel()])
+            return function(*args, **(kwargs or {}))
+    moves, ranks = [], parallel.start(device, shard=False, sizes=parallel.MeshSizes(SIZES))
+    torch.manual_seed(0)
+    whole = torch.randn(7, 3)
+    model = nn.Linear(3, 7, bias=False)
+    fsdp.shard_model(model, [], ranks)
+    dtensor.load_full_tensor(model.weight, whole)
+    found = torch.full_like(whole, float("nan"))
+    with Moves():
+        for block, shard in dtensor.each_shard(model.weight.detach()):
+            found[block] = shard
+    tell({"moves": moves, "whole": torch.equal(found, whole), "none": bool(found.isnan().all())})
+    parallel.stop()
+"""
+
+
+@pytest.mark.parametrize(("copies", "shards"), [(1, {1: 6, 2: 6, 3: 3}), (2, {1: 9})])
+def test_each_shard_goes_to_the_writing_rank_alone(copies, shards, tmp_path):
+    """Four ranks, of which a copy of the model has two or four; seven rows of three."""
+    writer, *others = on_ranks(4, SHARDS.replace("SIZES", str(copies)), tmp_path)
+    assert writer["whole"]
+    assert writer["moves"] == [["recv_", rank, size] for rank, size in shards.items()]
+    for rank, other in enumerate(others, start=1):
+        assert other["none"]
+        assert other["moves"] == ([["send", 0, shards[rank]]] if rank in shards else [])
+
+
 @pytest.mark.parametrize(
     ("nccl", "gloo", "expected"),
     [

@@ -1,5 +1,7 @@
 """What each dtype does to many small updates, and what is refused."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +9,13 @@ from torch import nn
 from finch.base import dtensor
 from finch.base.errors import UserError
 from finch.distributed import fsdp, parallel
+<<<<<<< HEAD
 from finch.distributed.precision import PRECISIONS, precision_of
 from finch.optim.optimizer_variants import adapt, stochastic_optimizer
+=======
+from finch.distributed.precision import PRECISIONS, check_hardware, precision_of
+from finch.optim.optimizers import adapt, stochastic_optimizer
+>>>>>>> h-g
 
 
 @pytest.fixture
@@ -47,6 +54,18 @@ def displacement(dtype, mesh_of=None):
         optimizer.step()
         optimizer.zero_grad()
     return float((start - dtensor.full_tensor(model[0].weight.detach()).double()).mean())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "bf16_mixed"])
+def test_gpu_without_bf16_is_named(dtype, monkeypatch):
+    """One that only emulates it, as all before Ampere do."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    refused = contextlib.nullcontext()
+    if dtype != "fp32":
+        refused = pytest.raises(UserError, match=f"^dtype={dtype} needs bf16, which Tesla V100 lacks: use fp32$")
+    with refused:
+        check_hardware(dtype, torch.device("cuda"))
 
 
 def test_small_updates_survive_unless_pure_bf16(one_rank, monkeypatch):

@@ -60,6 +60,32 @@ def main(out: str) -> None:
     run_phases(Path(out) / "page", device="cuda", ranks=1, quick=True, phases=[phase("quick"), phase("hang")])
 
 
+def end_at_once(**_: Any) -> None:
+    sys.exit("no more")
+
+
+def hang_at_once(**_: Any) -> None:
+    wait_for_lock()
+
+
+def steps_with_a_temporary(**arguments: Any) -> None:
+    """Ranks that fill a tensor of the complete weights' size when they update."""
+    import torch
+
+    from finch.plan.gpu_check import shipped
+    from finch.training.optimizer import Update
+
+    clip = Update.clip
+
+    def clip_with_a_copy(self: Any) -> Any:
+        torch.zeros(sum(weight.nbytes for weight in self._model.parameters()), dtype=torch.uint8)
+        return clip(self)
+
+    Update.clip = clip_with_a_copy
+    shipped._STEPS = 1
+    shipped.steps_on_rank(**arguments)
+
+
 def steps_without_reduce(**arguments: Any) -> None:
     """A rank that keeps its own sums: losses, counts and gradient scale are its own."""
     from finch.distributed.parallel import Parallel

@@ -8,12 +8,14 @@ import pytest
 import torch
 from helpers.evaluation import read_lines
 from helpers.rows import write_lines
-from helpers.runs import LORA, LORA_MODEL, finished, mixed, run_here, run_ranks
+from helpers.runs import LORA, LORA_MODEL, finished, llama_args, mixed, run_here, run_ranks
+from torchtune.models.llama2 import llama2
 
 from finch.base import run_files
 from finch.base.errors import UserError
 from finch.config.parser import read
 from finch.config.schema import FullFinetuneKeys
+from finch.distributed import fsdp
 
 KL, CACHED = "kl_penalty=finch.regularization.KL", "kl_penalty.reference=cached"
 BUDGET = "forgetting_budget.probe=texts"
@@ -158,6 +160,19 @@ def test_threshold_that_keeps_nothing_is_rejected(config, tmp_path):
     """Known once the pretrained model has been evaluated."""
     changes = ["loss._component_=finch.objectives.STM", "loss.threshold=1.0001"]
     assert "loss: STM with threshold=1.0001 keeps 0 of" in run_here(tmp_path, config(), *changes).error()
+
+
+def test_gpu_that_another_process_fills_is_named_before_weights_are_loaded(config, tmp_path, monkeypatch):
+    """Weights and AdamW's states are 12 bytes per parameter in fp32."""
+    size = sum(weight.numel() for weight in llama2(**llama_args()).parameters())
+    monkeypatch.setattr(fsdp, "free_memory", lambda device: 12 * size - 1)
+    run = run_here(tmp_path, config(dtype="fp32"))
+    assert re.search(
+        r"device=cpu: GPU None of \S+ has .* free, weights and optimizer states need .* there; end", run.error()
+    )
+    assert "parameters loaded" not in run.output
+    monkeypatch.setattr(fsdp, "free_memory", lambda device: 12 * size)
+    assert run_here(tmp_path, config(dtype="fp32")).returncode == 0
 
 
 def test_weights_that_could_run_code_are_not_unpickled(config, error_of, base_folder, tmp_path):

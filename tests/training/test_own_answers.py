@@ -3,7 +3,9 @@
 import pytest
 import torch
 from helpers import models
+from helpers.ranks import on_ranks
 from helpers.runs import llama_args
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune.models.llama2 import llama2
 
 from finch.base.errors import UserError
@@ -151,3 +153,62 @@ def test_only_empty_answers_are_an_error(model, tmp_path):
         UserError, match="self_replay: the pretrained model answers none of the prompts; give other ones"
     ):
         answers.generate(model)
+
+
+class DeviceReads(TorchDispatchMode):
+    """Counts what waits for a device to read a number off it."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_layer_reads_the_device(model):
+    with DeviceReads() as reads:
+        generate(model, 0.0)
+    assert reads.number == 0
+
+
+GENERATE = """
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from finch.distributed import fsdp, parallel
+    from finch.training import own_answers
+    from finch.training.chunked_loss import TokenLoss
+    from helpers.runs import llama_args
+    from torchtune.models.llama2 import llama2
+    class Gathers(TorchDispatchMode):
+        number = 0
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.number += function is torch.ops.c10d._allgather_base_.default
+            return function(*args, **(kwargs or {}))
+    ranks = parallel.start(device, shard=True)
+    torch.manual_seed(0)
+    model = TokenLoss(llama2(**llama_args())).double()
+    options = {"max_new_tokens": 6, "dtype": torch.float64, "parallel": ranks}
+    prompts = [[3, 7, 11], [40, 41, 42, 43], [5], [60, 3, 9]]
+    draws, batch = torch.zeros(4, 6), {"tokens": torch.tensor([[3, 7]]), "labels": torch.tensor([[7, 3]])}
+    alone = own_answers.generate(model, prompts, draws, 0.0, [], **{**options, "parallel": parallel.Parallel(device)})
+    fsdp.shard_model(model, model.decoder.layers, ranks)
+    def gathers(compute):
+        with Gathers() as found:
+            compute()
+        return found.number
+    def train():
+        model(batch)["loss"].sum().backward()
+    def answer():
+        assert own_answers.generate(model, prompts, draws, 0.0, [], **options) == alone
+    counts = [gathers(train), gathers(answer), gathers(train)]
+    fsdp.free_memory = lambda device: 0 if ranks.rank else None
+    counts += [gathers(answer), gathers(train)]
+    tell(counts)
+"""
+
+
+def test_weights_are_gathered_once_for_all_tokens_where_every_rank_has_room(tmp_path):
+    groups = llama_args()["num_layers"] + 1
+    train, once, after, each, after_each = on_ranks(2, GENERATE, tmp_path)[0]
+    assert once == groups
+    assert each == 6 * groups
+    assert train == after == after_each > groups

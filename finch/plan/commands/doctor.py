@@ -119,7 +119,7 @@ def _device_problems() -> Iterator[str]:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
-            bf16 = "bf16" if torch.cuda.is_bf16_supported() else "no bf16"
+            bf16 = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no bf16"
             print(f"cuda:{index:<7} {properties.name}, {properties.total_memory / 2**30:.0f} GiB, {bf16}")
         if not backends["nccl"]:
             yield "this torch has no NCCL, which several GPUs need: install a Linux build of torch with CUDA"

@@ -14,8 +14,9 @@ _CPU_RANKS, _MAX_RANKS = 2, 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Compares attention, training steps, objectives, whole runs and ranks on this machine's GPUs with float64, the CPU or one rank, and "
-        "measures rates. Needs no weights and no network; at most eight minutes. Exit code 1 if a line fails."
+        "Compares the shipped config's losses and memory, attention, training steps, whole runs, ranks and objectives on this machine's GPUs with "
+        "one rank, the estimate, float64 or the CPU, and measures rates. Needs no weights and no network; at most nine minutes. Exit code 1 if a "
+        "line fails."
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="fewer cases, at most two and a half minutes")

@@ -1,8 +1,9 @@
-"""Phase 5: the same steps on one rank and on several, over meshes; an asynchronous save, and a rank that is killed."""
+"""Phases 5 and 6: the same steps on one rank and on several, over meshes; an asynchronous save, and a rank that is killed."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from finch.config.parser import read
 from finch.distributed import parallel
 from finch.plan.gpu_check.models import BATCH, TINY, random_rows, step_config, write_base, write_config
 from finch.plan.gpu_check.objectives import GRADIENT_LIMIT, LOSS_LIMIT, SGD
-from finch.plan.gpu_check.processes import Ranks, free_port
-from finch.plan.gpu_check.report import Check
+from finch.plan.gpu_check.processes import Ranks, free_port, power_of_two
+from finch.plan.gpu_check.report import LATE, Check, Late
 from finch.plan.gpu_check.runs import compare_resumed, job, kill_hook, train
 from finch.plan.gpu_check.step import Step, worst_error
 
@@ -32,17 +33,19 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 def run(check: Check) -> None:
-    ranks = 1 << (check.ranks.bit_length() - 1)  # rows are dealt evenly to a power of two
-    if ranks == 1:
-        check.not_run("ranks", "needs 2 GPUs, this machine has one")
+    _on_several(check, "ranks", _compare_meshes)
+
+
+def kill_a_rank(check: Check) -> None:
+    _on_several(check, "a killed rank", _kill_a_rank)
+
+
+def _on_several(check: Check, name: str, compare: Callable[[Check, int], None]) -> None:
+    if (ranks := power_of_two(check.ranks)) == 1:
+        check.not_run(name, "needs 2 GPUs, this machine has one")
         return
-    with check.case(f"{ranks} ranks"):
-        _compare_meshes(check, ranks)
-    if check.quick:
-        check.not_run("a killed rank", "not with --quick: starting and ending a launcher takes too long")
-        return
-    with check.case("a killed rank"):
-        _kill_a_rank(check, ranks)
+    with check.case(name):
+        compare(check, ranks)
 
 
 def _compare_meshes(check: Check, ranks: int) -> None:
@@ -56,10 +59,15 @@ def _compare_meshes(check: Check, ranks: int) -> None:
     running = Ranks("rank", RANK_TARGET, arguments, check.folder, ranks=ranks)
     expected = _take_steps(step_config(check.folder, _MODEL, **options))
     running.wait(check.end)
+    has_failed = False
     for name, folder in folders.items():
         name = f"{ranks} ranks, {name}"
         if not (folder / "seen.pt").exists():
-            check.equal(name, f"no gradients: {running.last_lines()}", "gradients")
+            if has_failed or running.is_late:
+                check.not_run(name, LATE if running.is_late else "a mesh before it has failed")
+            else:
+                check.equal(name, f"no gradients: {running.last_lines()}", "gradients")
+            has_failed = True
             continue
         seen = torch.load(folder / "seen.pt")
         for key, limit in (("loss", LOSS_LIMIT), ("grad_norm", GRADIENT_LIMIT)):
@@ -93,7 +101,8 @@ def _kill_a_rank(check: Check, ranks: int) -> None:
     arguments = ["run", "--nproc_per_node", str(ranks), config]
     launcher = Ranks("launcher", "finch.cli.main:main", {"arguments": arguments}, check.folder)
     train(job(check, "straight"))
-    has_failed = launcher.wait(check.end) and launcher.codes != [0]
     name = "a killed rank: the launcher ends with an error"
-    check.equal(name, has_failed, True, note=f"exit code {launcher.codes[0]}")
+    if not launcher.wait(check.end):
+        raise Late
+    check.equal(name, launcher.codes != [0], True, note=f"exit code {launcher.codes[0]}")
     compare_resumed(check, f"a killed rank of {ranks}, resumed on one against a run on one", is_exact=False)

@@ -83,12 +83,16 @@ def initial_weights(model: Model) -> Weights:
     with torch.device("meta"):
         shapes = build(OmegaConf.create(model.block), "model").state_dict()
     for name, like in shapes.items():
-        value = weights[name] = torch.empty(like.shape)
-        if like.dim() > 1:
-            value.normal_(std=like.shape[-1] ** -0.5, generator=generator)
-        else:  # scales of 1 would hide a norm in the wrong place
-            value.uniform_(0.5, 1.5, generator=generator)
+        weights[name] = draw_weight(like.shape, generator)
     return weights
+
+
+def draw_weight(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """In fp32, on the generator's device."""
+    value = torch.empty(shape, device=generator.device)
+    if len(shape) > 1:
+        return value.normal_(std=shape[-1] ** -0.5, generator=generator)
+    return value.uniform_(0.5, 1.5, generator=generator)  # scales of 1 would hide a norm in the wrong place
 
 
 def random_rows(vocab_size: int, number: int, *, has_prefix: bool = False) -> list[Row]:

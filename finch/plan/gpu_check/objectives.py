@@ -1,4 +1,4 @@
-"""Phase 3: every objective and what a step may add to it, on the device in fp32 against the CPU in fp64; and a step in which the host waits for nothing."""
+"""Phase 7: every objective and what a step may add to it, on the device in fp32 against the CPU in fp64; and a step in which the host waits for nothing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _refuse_synchronisation(check: Check) -> None:
         rows = random_rows(model.sizes["vocab_size"], _ROWS)
         step = Step(step_config(check.folder, model, device=check.device), model)
         step.take(rows)
-        step.keeps_gradients = False
+        step.on_gradients = lambda: None
         batches = step.batches(rows)
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -35,6 +35,9 @@ class Ranks:
         folder: for logs, ``NAME.log`` of one process, ``NAME_rank_N.log`` of several.
         ranks: with more than one each process finds torchrun's variables.
         leads: whether the processes are ended with all that they have started.
+
+    Attributes:
+        is_late: whether they were ended at a deadline, and not after one had failed.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class Ranks:
     ) -> None:
         command = [sys.executable, "-P", "-m", "finch.plan.gpu_check.processes", target, json.dumps(arguments)]
         self._logs = [folder / (f"{name}.log" if ranks == 1 else f"{name}_rank_{rank}.log") for rank in range(ranks)]
-        self._leads, self._processes = leads, []
+        self._leads, self._processes, self.is_late = leads, [], False
         environment = {**without_launcher(os.environ), "PYTHONFAULTHANDLER": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment["HF_HUB_OFFLINE"] = "1"
         share_cores(environment, ranks)
@@ -64,6 +67,7 @@ class Ranks:
                 if any(self.codes):
                     end = min(end, time.time() + _GRACE_S)
                 if time.time() > end:
+                    self.is_late = not any(self.codes)
                     self._signal(signal.SIGQUIT)
                     time.sleep(_STACKS_S)
                     return False
@@ -92,6 +96,11 @@ class Ranks:
                     os.killpg(process.pid, number)
                 else:
                     process.send_signal(number)
+
+
+def power_of_two(ranks: int) -> int:
+    """The largest number of ranks, of ``ranks``, over which a power of two of rows is dealt evenly."""
+    return 1 << (ranks.bit_length() - 1)
 
 
 def free_port() -> int:

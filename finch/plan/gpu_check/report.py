@@ -16,6 +16,12 @@ from finch.base.errors import UserError, one_line
 from finch.base.files import atomic_file
 
 OK, FAILED, MEASURED, NOT_RUN = "ok", "failed", "measured", "not run"
+LATE = "not done before the phase's deadline"
+NOT_QUICK = "not with --quick: it takes too long"
+
+
+class Late(Exception):
+    """A deadline has come before a case was seen: it is not run, since no machine is wrong because it is slow."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +71,11 @@ class Check:
 
     @contextlib.contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """Runs one case of several: an error becomes a failed line, and the next case is run."""
+        """Runs one case of several: an error becomes a failed line, :class:`Late` one that is not run, and the next case is run."""
         try:
             yield
+        except Late:
+            self.not_run(name, LATE)
         except Exception as error:
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             self._add(Line(name, FAILED, note=one_line(f"{kind}{error}")))
@@ -76,7 +84,7 @@ class Check:
         """Whether ``seconds`` are left before the deadline; otherwise the case is recorded as not run."""
         if time.time() + seconds < self.end:
             return True
-        self.not_run(name, "no time left before the phase's deadline")
+        self.not_run(name, LATE)
         return False
 
     def _add(self, line: Line) -> None:

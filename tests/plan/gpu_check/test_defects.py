@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchtune.modules import RMSNorm
 
-from finch.plan.gpu_check import attention, meshes, objectives, step
+from finch.plan.gpu_check import attention, meshes, objectives, shipped, step
 from finch.training import optimizer, padding_free_attention, varlen_attention
 
 FACTORS = {
@@ -103,6 +103,16 @@ def test_bf16_gradient_norm_fails_the_step(check, monkeypatch):
 
 
 @pytest.mark.slow
+def test_temporary_of_the_models_size_fails_the_shipped_config(check, monkeypatch):
+    monkeypatch.setattr(shipped, "RANK_TARGET", "helpers.gpu_check_phases:steps_with_a_temporary")
+    monkeypatch.setattr(shipped, "_STEPS", 1)
+    shipped.run(check)
+    assert failed(check) == {
+        f"tiny Qwen3, {ranks}: temporary memory of the update, GB" for ranks in ("2 ranks", "1 rank")
+    }
+
+
+@pytest.mark.slow
 def test_missing_reduce_fails_the_ranks(check, monkeypatch):
     monkeypatch.setattr(meshes, "RANK_TARGET", "helpers.gpu_check_phases:steps_without_reduce")
     monkeypatch.setattr(meshes, "MESHES", {"FSDP2": {}})
@@ -112,7 +122,6 @@ def test_missing_reduce_fails_the_ranks(check, monkeypatch):
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_others_and_is_resumed(check):
-    check.quick = False
-    meshes._kill_a_rank(check, 2)
+    meshes.kill_a_rank(check)
     assert len(check.lines) == 2
     assert failed(check) == set()

@@ -97,6 +97,14 @@ def test_mistakes_are_one_line_before_anything_starts(grid, tmp_path, capsys, ma
     assert not (tmp_path / "out").exists()
 
 
+def test_fewer_gpus_than_cells_at_a_time_are_one_line(grid, capsys, caplog, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("finch.study.sweep.local.LocalSweep.run", lambda self: {})
+    assert finch(capsys, "sweep", grid({"seed": [0]}), "--jobs", "8")[0] == 0
+    text = "--jobs 8: there are 2 GPUs here, whose memory cells share; --jobs 2 gives each cell its own"
+    assert [record.message for record in caplog.records if "--jobs" in record.message] == [text]
+
+
 def test_unknown_grid_names_the_nearest(capsys):
     assert "did you mean sweeps/qwen3_4B_clip_grad_norm?" in finch(capsys, "sweep", "qwen3_4B_clip_norm")[2]
     assert "GRID is missing" in finch(capsys, "sweep")[2]
