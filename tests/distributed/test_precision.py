@@ -9,13 +9,8 @@ from torch import nn
 from finch.base import dtensor
 from finch.base.errors import UserError
 from finch.distributed import fsdp, parallel
-<<<<<<< HEAD
-from finch.distributed.precision import PRECISIONS, precision_of
-from finch.optim.optimizer_variants import adapt, stochastic_optimizer
-=======
 from finch.distributed.precision import PRECISIONS, check_hardware, precision_of
-from finch.optim.optimizers import adapt, stochastic_optimizer
->>>>>>> h-g
+from finch.optim.optimizer_variants import adapt, stochastic_optimizer
 
 
 @pytest.fixture
