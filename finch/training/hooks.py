@@ -260,9 +260,8 @@ class Validation(Hook):
             self.after_epoch(state)
 
     def after_epoch(self, state: TrainState) -> Mapping[str, float]:
-        if (
-            state.evaluated.keys() & self._trainer.data.validations.keys()
-        ):  # at this step, where the run ends within an epoch
+        # Measured at this step already, where the run ends within an epoch.
+        if state.evaluated.keys() & self._trainer.data.validations.keys():
             return state.evaluated
         losses = self._measure(state)
         state.evaluated = {**state.evaluated, **losses}
