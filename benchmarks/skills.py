@@ -71,8 +71,10 @@ FINETUNECHECK = """
 import json, sys
 from transformers import PreTrainedTokenizerFast
 from transformers.models.auto import tokenization_auto
-by_name = tokenization_auto.tokenizer_class_from_name  # transformers 5 saves a name that earlier ones do not know
-tokenization_auto.tokenizer_class_from_name = lambda name: by_name(name) or PreTrainedTokenizerFast
+class Tokenizer(PreTrainedTokenizerFast):  # transformers 5 saves the name of one that earlier versions do not know
+    model_input_names = ["input_ids", "attention_mask"]
+by_name = tokenization_auto.tokenizer_class_from_name
+tokenization_auto.tokenizer_class_from_name = lambda name: by_name(name) or Tokenizer
 from finetunecheck.config import QuickConfig
 from finetunecheck.eval.runner import EvalRunner
 found = EvalRunner(QuickConfig(base_model=sys.argv[1], finetuned_model=sys.argv[2], device="cpu")).run()
