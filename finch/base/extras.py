@@ -22,6 +22,7 @@ PACKAGES = {
     "openai": ("openai",),
     "hf": ("transformers", "accelerate"),
     "lightning": ("lightning",),
+    "trackio": ("trackio",),
 }
 """Extra -> the packages that nothing but this extra installs; the others of the extra come with them."""
 

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from finch.base import run_files
+from finch.base.extras import require_extras
 
 
 class TrackioLogger:
@@ -21,10 +22,11 @@ class TrackioLogger:
         **options: more arguments of ``trackio.init``, such as ``space_id``.
 
     Raises:
-        ModuleNotFoundError: trackio is not installed.
+        UserError: trackio is not installed.
     """
 
     def __init__(self, log_dir: str, project: str = "finch", **options: Any) -> None:
+        require_extras("metric_logger=trackio", "trackio")
         import trackio
 
         self._trackio, self._project = trackio, project

@@ -2,8 +2,10 @@ import csv
 import sys
 from unittest import mock
 
+import pytest
 from omegaconf import OmegaConf
 
+from finch.base.errors import UserError
 from finch.training.metric_loggers import CSVLogger, TrackioLogger
 from finch.training.metrics import MetricsLog
 
@@ -27,7 +29,7 @@ def test_csv_has_a_row_per_step_and_all_metrics_as_columns(tmp_path):
 
 def test_trackio_is_told_the_config_steps_and_the_end(tmp_path, monkeypatch):
     """A resumed run continues under the folder's name."""
-    trackio = mock.Mock(spec=["init", "log", "finish"])
+    trackio = mock.Mock(spec=["init", "log", "finish"], __spec__=object())
     monkeypatch.setitem(sys.modules, "trackio", trackio)
     log = MetricsLog(tmp_path, TrackioLogger(str(tmp_path / "run" / "logs"), space_id="me/it"), is_writer=True)
     log.open(OmegaConf.create({"a": 3, "b": "${a}"}))
@@ -39,3 +41,9 @@ def test_trackio_is_told_the_config_steps_and_the_end(tmp_path, monkeypatch):
     assert trackio.mock_calls[1].args[0]["loss"] == 2.0
     assert trackio.mock_calls[1].kwargs == {"step": 1}
     assert trackio.mock_calls[2:] == [mock.call.finish()]
+
+
+def test_missing_trackio_is_one_line(monkeypatch):
+    monkeypatch.setattr("finch.base.extras.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"^metric_logger=trackio needs the trackio extra: pip install .*\[trackio\]'$"):
+        TrackioLogger("run/logs")
