@@ -52,7 +52,7 @@ from pyrecall import Model
 from pyrecall.detector import ForgettingDetector
 from pyrecall.snapshot import SkillSnapshot
 def snapshot(folder):
-    kept = Path(sys.argv[3], Path(folder).name)
+    kept = Path(sys.argv[3], Path(folder).resolve().as_posix().replace("/", "-"))  # two folders may have one name
     if not (kept / "snapshot.json").exists():
         start = time.process_time()
         found = Model(folder, snapshot_dir=Path(sys.argv[3]), device="cpu").snapshot("scores", dry_run=True)

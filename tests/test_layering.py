@@ -49,16 +49,8 @@ NO_CODE = {
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 }
-EXTRAS = (
-    "torchtune",
-    "evaluate",
-    "report",
-    "openai",
-    "hf",
-    "lightning",
-    "titan",
-    "trackio",
-)  # what finch itself imports
+EXTRAS = ("torchtune", "evaluate", "report", "openai", "hf", "lightning", "titan", "trackio")
+"""Whose packages finch itself imports."""
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "finch").rglob("*.py")

@@ -30,11 +30,11 @@ def local_block(tensor: torch.Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(block.offsets, block.sizes, strict=True))
 
 
-def each_shard(tensor: torch.Tensor, writer: int = 0) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-    """A tensor's shards in turn, on the rank ``writer``, to which the others send theirs; a collective of all ranks if ``tensor`` is sharded.
+def each_shard(tensor: torch.Tensor) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+    """A tensor's shards in turn, on rank 0, to which the others send theirs; a collective of all ranks if ``tensor`` is sharded.
 
     Yields the part of the global tensor that the shard holds, a slice for each dimension, and the shard; on the other ranks nothing, if
-    ``tensor`` is sharded. The writer holds one shard of another rank at a time, never the complete tensor. Copies on other ranks are left out.
+    ``tensor`` is sharded. Rank 0 holds one shard of another rank at a time, never the complete tensor. Copies on other ranks are left out.
     """
     if not isinstance(tensor, DTensor):
         yield local_block(tensor), tensor
@@ -45,19 +45,19 @@ def each_shard(tensor: torch.Tensor, writer: int = 0) -> Iterator[tuple[tuple[sl
     seen = set()
     for rank, place in zip(ranks, itertools.product(*map(range, mesh.shape)), strict=True):
         block = _compute_local_shape_and_global_offset(tensor.shape, mesh.shape, list(place), tensor.placements)
-        # All ranks compute the same blocks and leave out the same ones, so that none is waited for in vain.
+        # All ranks compute the same blocks and leave out the same ones, so that each send is received.
         if block in seen or 0 in block[0]:
             continue
         seen.add(block)
-        if this_rank not in (rank, writer):
+        if this_rank not in (rank, 0):
             continue
         shard = local.contiguous() if rank == this_rank else local.new_empty(block[0])
-        if rank != writer:
-            move = dist.P2POp(dist.isend, shard, writer) if rank == this_rank else dist.P2POp(dist.irecv, shard, rank)
+        if rank != 0:
+            move = dist.P2POp(dist.isend, shard, 0) if rank == this_rank else dist.P2POp(dist.irecv, shard, rank)
             # As a batch, which takes NCCL's communicator of all ranks; a single one would make another for each pair.
             for work in dist.batch_isend_irecv([move]):
                 work.wait()
-        if this_rank == writer:
+        if this_rank == 0:
             yield tuple(slice(start, start + size) for size, start in zip(*block, strict=True)), shard
 
 

@@ -94,7 +94,7 @@ def _errors(cfg: DictConfig, model: type[Keys], user_keys: Collection[str], impo
     fill_in(cfg, model)
     yield from _value_errors(model, {name: _plain(cfg.get(name)) for name in top_level(model) if name in cfg})
     for name in top_level(model):
-        if "named components" in known[name].expected and name in cfg:
+        if "named components" in known[name].expected:
             yield from _named_component_errors(name, cfg.get(name))
     for path, node in components(cfg):
         try:

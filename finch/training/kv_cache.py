@@ -10,7 +10,7 @@ import torch
 class KVCache:
     """A layer's, in the place of torchtune's, which reads its position off the device in each layer for each token.
 
-    ``max_seq_len``: the most tokens a row will have.
+    ``max_seq_len``: capacity, in tokens per row.
     """
 
     def __init__(self, max_seq_len: int) -> None:

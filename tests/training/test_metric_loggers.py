@@ -1,3 +1,5 @@
+"""finch's own metric loggers, behind the log that calls them."""
+
 import csv
 import sys
 from unittest import mock
@@ -27,7 +29,7 @@ def test_csv_has_a_row_per_step_and_all_metrics_as_columns(tmp_path):
     assert rows == [("1", "3.5", ""), ("2", "2.5", "1.5")]
 
 
-def test_trackio_is_told_the_config_steps_and_the_end(tmp_path, monkeypatch):
+def test_trackio_gets_the_config_the_steps_and_the_end(tmp_path, monkeypatch):
     """A resumed run continues under the folder's name."""
     trackio = mock.Mock(spec=["init", "log", "finish"], __spec__=object())
     monkeypatch.setitem(sys.modules, "trackio", trackio)

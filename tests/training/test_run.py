@@ -26,13 +26,13 @@ from finch.training.run import RunLock, describe_best, update_best
 FORK = multiprocessing.get_context("fork")
 
 
-def hold(folder, told):
-    """Holds the lock and forks a worker, whose id it tells."""
+def lock_and_fork(folder, pids):
+    """Acquires the lock, forks a worker and puts its process ID into the queue ``pids``."""
     lock = RunLock(folder)
     lock.acquire()
     worker = FORK.Process(target=time.sleep, args=(1000,))
     worker.start()
-    told.put(worker.pid)
+    pids.put(worker.pid)
     time.sleep(1000)
 
 
@@ -43,10 +43,10 @@ def _short_timeout(monkeypatch):
 
 def test_second_run_names_the_holder_until_it_is_killed(tmp_path):
     """A data-loader worker that the killed holder has forked, and that is still alive, does not keep the lock."""
-    told = FORK.Queue()
-    holder = FORK.Process(target=hold, args=(tmp_path, told))
+    pids = FORK.Queue()
+    holder = FORK.Process(target=lock_and_fork, args=(tmp_path, pids))
     holder.start()
-    worker = told.get(timeout=300)
+    worker = pids.get(timeout=300)
     try:
         for start in (RunLock(tmp_path).check, RunLock(tmp_path).acquire, RunLock(tmp_path).acquire):
             with pytest.raises(UserError, match=rf"is in use by process {holder.pid} on \S+ since 2.*; wait for it"):

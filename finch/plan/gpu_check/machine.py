@@ -10,7 +10,7 @@ from finch.plan.estimate.step_time import ALL_REDUCE, COPY, LAUNCH, MATRIX_PRODU
 from finch.plan.gpu_check.models import BATCH, QWEN3_4B, TINY, TOKENS
 from finch.plan.gpu_check.processes import Ranks
 from finch.plan.gpu_check.rates import matmul_rate, seconds_per_call
-from finch.plan.gpu_check.report import Check, Late
+from finch.plan.gpu_check.report import Check
 
 _ROW_TOKENS, _LONG_TOKENS = BATCH * sum(TOKENS) // 2, 8 * 4096
 
@@ -38,9 +38,7 @@ def all_reduce_rate(check: Check) -> float:
     file = check.folder / "all_reduce.txt"
     arguments = {"device": check.device, "size": _num_bytes(torch.device(check.device)), "file": str(file)}
     running = Ranks("all_reduce", "finch.plan.gpu_check.rates:all_reduce", arguments, check.folder, ranks=check.ranks)
-    running.wait(check.end)
-    if running.is_late:
-        raise Late
+    running.finish(check.end)
     if any(running.codes):
         raise RuntimeError(running.last_lines())
     return float(file.read_text(encoding="utf-8"))

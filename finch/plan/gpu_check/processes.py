@@ -19,6 +19,7 @@ from typing import Any
 
 from finch.base.log import quiet_dependencies
 from finch.distributed.processes import die_with_parent, share_cores, without_launcher
+from finch.plan.gpu_check.report import Late
 
 _POLL_S = 0.05
 _GRACE_S = 5.0  # for the other ranks, after one has failed
@@ -78,6 +79,12 @@ class Ranks:
             for process in self._processes:
                 process.wait()
 
+    def finish(self, end: float) -> None:
+        """As :meth:`wait`. Raises Late if they were ended at the deadline."""
+        self.wait(end)
+        if self.is_late:
+            raise Late
+
     @property
     def codes(self) -> list[int | None]:
         """Exit codes; None: it runs."""
@@ -99,7 +106,7 @@ class Ranks:
 
 
 def power_of_two(ranks: int) -> int:
-    """The largest number of ranks, of ``ranks``, over which a power of two of rows is dealt evenly."""
+    """The largest power of two up to ``ranks``: over so many the rows are dealt evenly."""
     return 1 << (ranks.bit_length() - 1)
 
 

@@ -17,7 +17,7 @@ from finch.config.parser import read
 from finch.plan.gpu_check.models import TINY, initial_weights, random_rows, step_config, write_base, write_config
 from finch.plan.gpu_check.plain_model import plain_logits, plain_step
 from finch.plan.gpu_check.processes import Ranks
-from finch.plan.gpu_check.report import Check, Late
+from finch.plan.gpu_check.report import Check
 from finch.plan.gpu_check.step import Step
 from finch.training.hooks import Hook
 from finch.training.own_answers import generate
@@ -92,8 +92,7 @@ def _resume(check: Check) -> None:
     rows = {"data_files": str(check.folder / "rows.jsonl"), "rows": 4}
     probes = {"texts": rows, "own": {**rows, "kind": "self", "max_new_tokens": _NEW_TOKENS}}
     train(job(check, "straight", probes=probes))
-    if not killed.wait(check.end):
-        raise Late
+    killed.finish(check.end)
     check.equal("a run that is killed: exit code", killed.codes, [-signal.SIGKILL])
     compare_resumed(check, "killed and resumed against a run without", is_exact=True)
     lines = run_files.read_metrics(check.folder / "straight" / run_files.METRICS)

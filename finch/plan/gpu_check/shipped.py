@@ -29,7 +29,7 @@ from finch.plan.gpu_check.models import (
     write_config,
 )
 from finch.plan.gpu_check.processes import Ranks, power_of_two
-from finch.plan.gpu_check.report import Check, Late
+from finch.plan.gpu_check.report import Check
 from finch.plan.gpu_check.step import Step
 
 RANK_TARGET = f"{__name__}:steps_on_rank"
@@ -65,9 +65,7 @@ def _run_on(check: Check, name: str, ranks: int) -> list[float]:
     lengths = [len(row["tokens"]) for row in _rows(model)[-BATCH:][: BATCH // ranks]]  # of rank 0's last step
     rows = Rows(round(statistics.mean(lengths)), TARGETS)
     expected = estimate_step("finch_full_finetune", step_config(folder, model, **changes), ranks=ranks, rows=rows)
-    running.wait(check.end)
-    if running.is_late:
-        raise Late
+    running.finish(check.end)
     if not Path(arguments["file"]).exists():
         raise RuntimeError(running.last_lines())
     seen = json.loads(Path(arguments["file"]).read_text(encoding="utf-8"))

@@ -36,15 +36,17 @@ def test_out_that_cannot_be_written_is_one_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_check_on_the_cpu_passes(tmp_path, monkeypatch):
-    """In full: --quick is a part of it (test_phases.py)."""
+@pytest.mark.parametrize("is_quick", [True, False], ids=["quick", "full"])
+def test_check_on_the_cpu_passes(is_quick, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")  # inductor takes minutes
-    done = gpu_check("--cpu", "--out", "report", cwd=tmp_path)
+    done = gpu_check("--cpu", *["--quick"] * is_quick, "--out", "report", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads((tmp_path / "report" / "gpu_check.json").read_text())
     statuses = {phase["title"]: phase["status"] for phase in content["phases"]}
     assert list(statuses) == [phase.title for phase in PHASES]
-    assert statuses == {phase.title: "ok" for phase in PHASES} | {"machine": "measured"}
+    left_out = {phase.title for phase in PHASES if is_quick and not phase.quick_deadline_s}
+    expected = {phase.title: "not run" if phase.title in left_out else "ok" for phase in PHASES}
+    assert statuses == {**expected, "machine": "measured"}
     assert not any(line["status"] == "failed" for phase in content["phases"] for line in phase["lines"])
     page = (tmp_path / "report" / "gpu_check.md").read_text()
     assert "## 5. ranks: ok" in page
