@@ -36,6 +36,12 @@ def nats(sweep):
     return sweep / "nats"
 
 
+@pytest.fixture(scope="module")
+def points(sweep):
+    write_report([sweep], sweep / "points", new_task="tofu")
+    return (sweep / "points" / "report.md").read_text()
+
+
 def test_report_in_nats(nats):
     text = (nats / "report.md").read_text()
     assert (
@@ -64,16 +70,14 @@ def test_summary_csv_has_units(nats):
             assert float(row["delta"]) == pytest.approx(float(rows[run, "own_answers_kl"]["score"]))
 
 
-def test_notes_name_tasks_and_runs_outside_the_trade_off(nats, sweep, undrawn):
+def test_notes_name_tasks_and_runs_outside_the_trade_off(nats, points):
     text = (nats / "report.md").read_text()
     assert "old task is own_answers_kl in nats. Only in the tables of changes: own_answers in nats, hellaswag" in text
     assert "1 of 8 runs lacks tofu and is absent from the trade-off: SFT, lr 3e-5." in text
     assert "1 of 8 runs lacks tofu and own_answers_kl and is absent from the trade-off: SFT, lr 3e-5." in text
-    write_report([sweep], sweep / "points", new_task="tofu")
-    text = (sweep / "points" / "report.md").read_text()
-    assert "own_answers and own_answers_kl in nats, since a mean of points and nats says nothing" in text
-    assert "2 of 8 runs lack tofu, hellaswag and mmlu and are absent" in text
-    assert "SFT, lr 3e-5 (2 seeds)." in text
+    assert "own_answers and own_answers_kl in nats, since a mean of points and nats says nothing" in points
+    assert "2 of 8 runs lack tofu, hellaswag and mmlu and are absent" in points
+    assert "SFT, lr 3e-5 (2 seeds)." in points
 
 
 NEW = Measure("tofu", "new", "knowledge", "acc", "")
@@ -123,8 +127,7 @@ def test_methods_are_compared_at_equal_scores_in_words():
     assert " points less, from 40.0% to 80.0% on average; at" in text
 
 
-def test_tasks_at_chance_are_marked_and_stay_out_of_the_mean(sweep, undrawn):
-    text = (sweep / "points" / "report.md").read_text()
+def test_tasks_at_chance_are_marked_and_stay_out_of_the_mean(sweep, points, undrawn):
     base = json.loads(next(sweep.glob("base*/forgetting.json")).read_text())["tasks"]["winogrande"]
     interval = binomtest(round(20 * base["score"]), 20).proportion_ci(method="wilson")
     assert interval.low <= base["chance"] < base["score"]
@@ -133,7 +136,7 @@ def test_tasks_at_chance_are_marked_and_stay_out_of_the_mean(sweep, undrawn):
         "| winogrande (at chance) | old |",
         "Caution: fewer than 100 documents, so rough intervals: own_answers (30), own_answers_kl (30), tofu (20), ",
     ):
-        assert words in text
+        assert words in points
     write_report([sweep], sweep / "named", new_task="tofu", old_tasks=["winogrande"])
     named = (sweep / "named" / "report.md").read_text()
     assert "so it can forget nothing there." in named
