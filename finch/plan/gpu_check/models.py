@@ -126,6 +126,7 @@ def write_config(folder: Path, model: Model, name: str = "config", **changes: An
         "output_dir": str(folder / "run"),
         "model_dir": str(folder / "base"),
         "model": model.block,
+        "dataset": {"_component_": "finch.data.rows.rows_dataset", "data_files": str(folder / "rows.jsonl")},
         "dataset_validation": None,
         "lr_scheduler": {**shipped["lr_scheduler"], "init": 3.0},
         "batch_size": BATCH,

@@ -60,7 +60,6 @@ def job(check: Check, name: str, *, ranks: int = 1, **changes: Any) -> str:
     options: dict[str, Any] = {
         "output_dir": str(check.folder / name),
         "tokenizer": {"_component_": "finch.models.auto_tokenizer", "path": str(check.folder / "base")},
-        "dataset": {"_component_": "finch.data.rows.rows_dataset", "data_files": str(check.folder / "rows.jsonl")},
         "shuffle": True,
         "checkpoint": {"every_n_steps": 3},
         "batch_size": 8 // ranks,
