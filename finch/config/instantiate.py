@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import difflib
+import functools
 import importlib.util
 import io
 import itertools
@@ -81,7 +82,7 @@ def arguments_in_source(path: str) -> list[str] | None:
         spec = importlib.util.find_spec(top)  # of a package itself, which imports nothing
         place = Path(str(spec and spec.origin)).parent.joinpath(*parts)
         file = next(each for each in (place / "__init__.py", place.with_suffix(".py")) if each.is_file())
-        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))  # the outermost first
+        nodes = ast.walk(_syntax(file))  # the outermost first
     except (ImportError, ValueError, StopIteration, OSError, SyntaxError):
         return None  # which is named where it is imported
     for node in nodes:
@@ -99,6 +100,11 @@ def arguments_in_source(path: str) -> list[str] | None:
             arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
             return [each.arg for each in arguments if each.arg != "self"]
     return None
+
+
+@functools.cache
+def _syntax(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def build(node: Any, key: str, *args: Any, **kwargs: Any) -> Any:

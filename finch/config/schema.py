@@ -290,6 +290,8 @@ class Parallelism(Keys):
     """keep parameters, gradients and optimizer states in host memory"""
     fsdp_reshard_after_forward: Speed[bool] = True
     """free gathered parameters after the forward; False: faster, more memory"""
+    fsdp_layers_per_group: Speed[PositiveInt | None] = None
+    """layers whose weights are gathered together; null: as many as 1 GB holds, at most 4. More: less work for the host, more memory"""
     fsdp_reduce_every_micro_batch: Speed[bool] = True
     """reduce gradients after each micro-batch; False: once per step, with complete gradients on each rank"""
     fsdp_reduce_in_fp32: Speed[bool] = False

@@ -18,13 +18,15 @@ from finch.distributed.parallel import Parallel
 T = TypeVar("T")
 _RESHARDS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 """Whether a root's layers free their weights after a forward; without roots whose weights stay gathered for now."""
+MOST_LAYERS, MOST_BYTES = 4, 2**30
+"""Of a group: each costs the host a hook, a copy and a collective, forward and backward; beyond four layers little is left to save."""
 MOST_OF_FREE = 0.5
 """Share of the free memory that gathered weights may take: keys, values and logits need the rest."""
 
 
 def shard_model(
     model: nn.Module,
-    layers: Iterable[nn.Module],
+    groups: Iterable[nn.Module | list[nn.Module]],
     parallel: Parallel,
     *,
     mixed_precision: MixedPrecisionPolicy | None = None,
@@ -32,7 +34,8 @@ def shard_model(
     reshard_after_forward: bool = True,
     pin_memory: bool = True,
 ) -> None:
-    """Applies FSDP2 to each of ``layers`` and then to ``model``, whose group holds the rest (norm, output, embeddings).
+    """Applies FSDP2 to each of ``groups``, a module or several that run one after the other, and then to ``model``, whose group holds the rest
+    (norm, output, embeddings).
 
     ``pin_memory`` of offloaded shards must be False with the optimizer inside the backward, whose hooks would read gradients that FSDP2
     is still copying.
@@ -47,8 +50,8 @@ def shard_model(
         if offload
         else OffloadPolicy(),
     }
-    for layer in layers:
-        fully_shard(layer, **options)
+    for group in groups:
+        fully_shard(group, **options)
     # The root's inputs are tokens, masks and, for a KL divergence, log-probabilities, which must not be rounded to bf16.
     policy = replace(options["mp_policy"], cast_forward_inputs=False)
     # The root's backward follows its forward at once: to free its weights in between would only gather them twice.
@@ -58,11 +61,18 @@ def shard_model(
     _RESHARDS[model] = reshard_after_forward
 
 
-def prefetch(layers: Iterable[nn.Module]) -> None:
-    """Has each of ``layers``, in the order in which they run, gather the next one: else that waits for the host to get there."""
-    for layer, following in itertools.pairwise(layers):
-        if isinstance(layer, FSDPModule) and isinstance(following, FSDPModule):
-            layer.set_modules_to_forward_prefetch([following])
+def layer_groups(layers: Iterable[T], nbytes: int, size: int | None) -> list[list[T]]:
+    """The layers of a model in groups of ``size``; None: of as many as help. ``nbytes``: of a layer, gathered."""
+    size = size or min(MOST_LAYERS, max(1, MOST_BYTES // nbytes))
+    layers = list(layers)
+    return [layers[start : start + size] for start in range(0, len(layers), size)]
+
+
+def prefetch(groups: Iterable[Sequence[nn.Module]]) -> None:
+    """Has each of ``groups``, in the order in which they run, gather the next one: else that waits for the host to get there."""
+    for (first, *_), (following, *_) in itertools.pairwise(groups):
+        if isinstance(first, FSDPModule) and isinstance(following, FSDPModule):
+            first.set_modules_to_forward_prefetch([following])
 
 
 def reduce_last(model: nn.Module, batches: Sequence[T], *, each: bool) -> Iterator[T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import platform
 import time
 from pathlib import Path
@@ -164,17 +165,20 @@ class LoadedModel:
         # The output layer is used inside the root's forward, and so is an embedding tied to it: both stay in the root's group.
         in_root = {"output", "tok_embeddings"} if isinstance(decoder.output, modules.TiedLinear) else {"output"}
         custom_layers = [name for name in cfg.custom_sharded_layers or [] if name not in in_root]
+        nbytes = self._precision.compute.itemsize * sum(weight.numel() for weight in decoder.layers[0].parameters())
+        groups = [fsdp.layer_groups(each.layers, nbytes, cfg.fsdp_layers_per_group) for each in decoders]
+        custom = [[each.get_submodule(name)] for each in decoders for name in custom_layers]
         fsdp.shard_model(
             model,
-            [layer for each in decoders for layer in (*each.layers, *map(each.get_submodule, custom_layers))],
+            [*itertools.chain(*groups), *custom],
             parallel,
             mixed_precision=self._precision.policy(reduce_in_fp32=cfg.fsdp_reduce_in_fp32),
             offload=cfg.fsdp_cpu_offload,
             reshard_after_forward=cfg.fsdp_reshard_after_forward,
             pin_memory=not cfg.optimizer_in_bwd,
         )
-        for each in decoders:
-            fsdp.prefetch(each.layers)
+        for each in groups:
+            fsdp.prefetch(each)
         model.offloading = training.get_act_offloading_ctx_manager(decoder, cfg.enable_activation_offloading)
         return model
 

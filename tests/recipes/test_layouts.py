@@ -97,7 +97,7 @@ MESHES = {
         {"tensor_parallel_dim": 2, "tensor_parallel_plan": LLAMA_PLAN, "custom_sharded_layers": ["tok_embeddings"]}
         | {"batch_size": 4, "enable_activation_checkpointing": True},
     ),
-    "no resharding": (2, None, {}, {"fsdp_reshard_after_forward": False}),
+    "no resharding": (2, None, {}, {"fsdp_reshard_after_forward": False, "fsdp_layers_per_group": 1}),
     "one reduction": (
         2,
         None,

@@ -33,7 +33,7 @@ COUNT = """
 def test_step_of_finch_starts_the_collectives_of_plain_sft(tmp_path, tiny):
     """FSDP2's own, one all-reduce of the token counts, one of the loss, one of the gradient's norm: the same with a constant rate."""
     micro_batches, layers = 2, 2
-    write_config(tmp_path, tiny(gradient_accumulation_steps=micro_batches, shuffle=False))
+    write_config(tmp_path, tiny(gradient_accumulation_steps=micro_batches, shuffle=False, fsdp_layers_per_group=1))
     methods = {"finch": [], "sft": ["~lr_scheduler"], "reduced once": ["fsdp_reduce_every_micro_batch=False"]}
     (tmp_path / "methods.json").write_text(json.dumps(methods))
     ranks = on_ranks(2, COUNT, tmp_path)

@@ -11,6 +11,7 @@ from torchtune.modules import TransformerDecoder
 
 from finch.data.dataset import Samples
 from finch.data.stats import DatasetStats
+from finch.distributed.fsdp import layer_groups
 from finch.distributed.precision import precision_of
 from finch.training.chunked_loss import chunks_for
 from finch.training.kl_penalty import build_kl, needs_reference
@@ -44,7 +45,7 @@ def memory_by_formula(decoder: TransformerDecoder, cfg: DictConfig, rows: Rows, 
     """Bytes of each part of a rank, and ``"peak"``: the most on the device.
 
     Counted are weights, gradients and optimizer states over the ranks that share them. With FSDP2 what is not sharded for a moment: two
-    layers, the root's group (embedding, output, norm), and the gradients of one layer and of the root. For each layer the inputs and
+    groups of layers, the root's group (embedding, output, norm), and the gradients of one group and of the root. For each layer the inputs and
     outputs of its matrices and norms; where activations are recomputed only its input, and all of one layer. Selective checkpointing
     counts as none. The embedding's gradient twice, before it is added up. For each logit of a chunk 12 bytes, with a KL divergence 24.
 
@@ -68,8 +69,9 @@ def memory_by_formula(decoder: TransformerDecoder, cfg: DictConfig, rows: Rows, 
     gradients = held * weight_bytes // shards
     gathered = 0
     if ranks > 1 or precision.is_mixed or cfg.fsdp_cpu_offload:
-        held = 2 * in_layer if cfg.fsdp_reshard_after_forward else (count - root) * num_models
-        gathered = (held + root * num_models + trained_in_layer + trained_root) * compute_bytes
+        size = len(layer_groups(decoder.layers, in_layer * compute_bytes, cfg.fsdp_layers_per_group)[0])
+        held = min(2 * size * in_layer, count - root) if cfg.fsdp_reshard_after_forward else (count - root) * num_models
+        gathered = (held + root * num_models + size * trained_in_layer + trained_root) * compute_bytes
         if cfg.gradient_accumulation_steps > 1 and not cfg.fsdp_reduce_every_micro_batch:
             gathered += trained * weight_bytes
     replayed, answer = replayed_rows(cfg, max(1, ranks // cfg.tensor_parallel_dim))

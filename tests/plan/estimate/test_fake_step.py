@@ -111,7 +111,7 @@ def test_replayed_rows_are_counted(estimate):
 
 
 def test_collectives_are_fsdps_and_three_small_ones(estimate):
-    step = estimate(ranks=4, gradient_accumulation_steps=3)
+    step = estimate(ranks=4, gradient_accumulation_steps=3, fsdp_layers_per_group=1)
     calls = {kind: [each for each in step.collectives if each.kind == kind] for kind in (ALL_GATHER, REDUCE_SCATTER)}
     groups = SIZE["num_layers"] + 1
     assert len(calls[ALL_GATHER]) == 3 * (2 * groups - 1)  # the root stays gathered until its backward

@@ -46,11 +46,21 @@ def test_step_launches_and_moves(config: str, per_layer: int, of_step: int, giga
 
 def test_ranks_gather_and_reduce_a_layer_once() -> None:
     """As the header's command for 8 GPUs has it: no more calls, and no more bytes than those of the bf16 weights."""
-    one, two = (step(QWEN3, layers, "batch_size=2", "fsdp_reshard_after_forward=False", ranks=8) for layers in (1, 2))
+    changes = ["batch_size=2", "fsdp_reshard_after_forward=False", "fsdp_layers_per_group=1"]
+    one, two = (step(QWEN3, layers, *changes, ranks=8) for layers in (1, 2))
     assert len(two.collectives) - len(one.collectives) == 2
     weights = 2 * (two.parameters - one.parameters)
     assert two.sent_bytes - one.sent_bytes == pytest.approx(2 * weights * 7 / 8, rel=1e-3)
     assert sum(two.launches.values()) - sum(one.launches.values()) <= 104
+
+
+def test_layers_of_a_group_are_gathered_together() -> None:
+    """Of 101 M parameters each, in bf16: four of them fill a group."""
+    calls = [
+        len(step(QWEN3, layers, "batch_size=2", *changes, ranks=8).collectives)
+        for layers, changes in ((1, []), (4, []), (5, []), (5, ["fsdp_layers_per_group=2"]))
+    ]
+    assert [each - calls[0] for each in calls] == [0, 0, 3, 6]  # two gathers and a reduction for each more
 
 
 def test_padded_and_checkpointed_steps_launch_more() -> None:
