@@ -42,7 +42,8 @@ def read_job(
     """
     from finch.config.parser import read, recipe_of
 
-    cfg = read(["--config", config, *overrides], None, on_error, ranks, _file_errors if is_here else lambda cfg: ())
+    look = _file_errors if is_here else lambda cfg: ()
+    cfg = read(["--config", config, *overrides], None, on_error, ranks, look, is_here=is_here)
     return recipe_of(cfg), cfg
 
 

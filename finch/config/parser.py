@@ -76,6 +76,8 @@ def read(
     on_error: Callable[[UserError], None] | None = None,
     ranks: int | None = None,
     look: Callable[[DictConfig], Iterable[UserError]] = lambda cfg: (),
+    *,
+    is_here: bool = True,
 ) -> DictConfig:
     """A checked config, defaults filled in, from a recipe's command line.
 
@@ -85,6 +87,7 @@ def read(
         on_error: see ``check``.
         ranks: that the config is for, on all nodes; None: those that torchrun has started.
         look: what else is wrong with a config whose keys and values are right.
+        is_here: False asks the hub for no data set's commit.
 
     Raises:
         UserError: what is found without an import that takes time, the last one if there are several; see ``find_config``, ``merge`` and ``check``; also a broken file or override.
@@ -117,7 +120,7 @@ def read(
                 raise UserError(
                     f"method={'+'.join(names)} trains adapters, which needs the recipe finch_lora_finetune, as this command takes it: {command}"
                 )
-            for name, node in components(cfg) if is_last else ():
+            for name, node in components(cfg) if is_last and is_here else ():
                 # The paper's data sets read local files in place of their source.
                 is_read = node.get("source") and (node.get("data_files") is None or node["_component_"] == ROWS)
                 if is_read and str(node["_component_"]).startswith(("finch.", "torchtune.")):

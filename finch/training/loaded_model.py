@@ -26,7 +26,7 @@ from finch.distributed.tensor_parallel import apply_plan
 from finch.models import lora
 from finch.models.hf_config import CONFIG
 from finch.training.chunked_loss import TokenLoss
-from finch.training.model import compile_backend, compile_layers, decoder_on_meta, use_complex_product, use_fused_norm
+from finch.training.model import compile_backend, compile_layers, decoder_on_meta, use_fast_rotary, use_fused_norm
 from finch.training.optimizer import optimizer_bytes
 from finch.training.padding_free_attention import DESCRIPTIONS, accept_padding_free, choose_way
 from finch.weights.formats import open_checkpoint
@@ -152,7 +152,7 @@ class LoadedModel:
                 # Before layers are wrapped: a plan matches module names.
                 apply_plan(each, self._plan, parallel.tensor_mesh)
             if not cfg.compile:  # inductor fuses both, and has no complex products
-                use_complex_product(each)
+                use_fast_rotary(each)
                 use_fused_norm(each)
         # Of the trained decoder only: the reference has no backward that would recompute anything.
         if cfg.ac_mode is not None:

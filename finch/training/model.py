@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune import modules, training
 from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
+from torchtune.models.qwen2._positional_embeddings import Qwen2RotaryPositionalEmbeddings
 from torchtune.modules import RotaryPositionalEmbeddings
 
 from finch.base.errors import UserError
@@ -22,8 +24,10 @@ from finch.distributed.tensor_parallel import Plan, build_plan
 from finch.models.families import replace_known_bad_builder
 from finch.training.config_checks import check_text_decoder
 
+T = TypeVar("T")
 _MAX_LAYERS = 10_000
-_ROTATES_PAIRS = (RotaryPositionalEmbeddings.forward, Llama3ScaledRoPE.forward)  # the others rotate halves
+_ROTATES_PAIRS = (RotaryPositionalEmbeddings.forward, Llama3ScaledRoPE.forward)
+_ROTATES_HALVES = (Qwen2RotaryPositionalEmbeddings.forward,)
 
 
 def decoder_on_meta(cfg: DictConfig, precision: Precision) -> tuple[modules.TransformerDecoder, Plan | None, str]:
@@ -68,14 +72,17 @@ def compile_backend() -> str:
     return os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # torchtune's switch
 
 
-def use_complex_product(decoder: modules.TransformerDecoder) -> None:
-    """Lets torchtune's rotary embeddings of neighbouring dimensions call :func:`rotate_pairs`, one complex product; others stay as they are.
+def use_fast_rotary(decoder: modules.TransformerDecoder) -> None:
+    """Lets torchtune's rotary embeddings call :func:`rotate_pairs` or :func:`rotate_halves`; others stay as they are.
 
-    torchtune computes real and imaginary parts in eight products of tensors with stride 2, and as many again in the backward.
+    Of neighbouring dimensions torchtune computes real and imaginary parts in eight products of tensors with stride 2, and as many again in
+    the backward. Either way it looks up each token's angles for the queries and the keys of each layer.
     """
     for module in decoder.modules():
         if type(module).forward in _ROTATES_PAIRS:
             module.forward = functools.partial(rotate_pairs, module)
+        elif type(module).forward in _ROTATES_HALVES:
+            module.forward = functools.partial(rotate_halves, module)
 
 
 def use_fused_norm(decoder: modules.TransformerDecoder) -> None:
@@ -104,9 +111,40 @@ def rotate_pairs(rotary: nn.Module, x: torch.Tensor, *, input_pos: torch.Tensor 
     ``rotary.cache`` holds cosine and sine, [positions, head_dim / 2, 2]; ``x`` and the result are [batch, seq, heads, head_dim];
     ``input_pos``: [batch, seq] position of each token in its own sample; None: 0 to seq - 1.
     """
-    cache: torch.Tensor = rotary.get_buffer("cache")
-    used = cache[None, : x.shape[1]] if input_pos is None else cache[input_pos]
-    rotations = torch.view_as_complex(used.float()).unsqueeze(2)  # [batch, seq, 1, head_dim / 2]
+
+    def rotations(table: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_complex(table.float()).unsqueeze(2)  # [batch, seq, 1, head_dim / 2]
+
     wide = x if x.dtype == torch.float64 else x.float()
     pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotations).flatten(-2).type_as(x)
+    product = pairs * _looked_up(rotary, x.shape[1], input_pos, torch.float32, rotations)
+    return torch.view_as_real(product).flatten(-2).type_as(x)
+
+
+def rotate_halves(rotary: nn.Module, x: torch.Tensor, *, input_pos: torch.Tensor | None = None) -> torch.Tensor:
+    """What ``rotary(x, input_pos=input_pos)`` returns, bit for bit; ``rotary.cache`` holds cosine and sine, [positions, 2 * head_dim]."""
+
+    def angles(table: torch.Tensor) -> Sequence[torch.Tensor]:
+        return table.to(x.dtype).unsqueeze(2).chunk(2, dim=-1)  # [batch, seq, 1, head_dim] each
+
+    cosine, sine = _looked_up(rotary, x.shape[1], input_pos, x.dtype, angles)
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-second, first), dim=-1) * sine
+
+
+def _looked_up(
+    rotary: nn.Module,
+    seq: int,
+    positions: torch.Tensor | None,
+    dtype: torch.dtype,
+    convert: Callable[[torch.Tensor], T],
+) -> T:
+    """The rows of a rotary table, [batch, seq, ...], converted. All layers get the same tensor of positions, which keeps them: once per micro-batch."""
+    table = rotary.get_buffer("cache")
+    if positions is None:
+        return convert(table[None, :seq])
+    kept = vars(positions).setdefault("rotations", {})
+    if (rotary, dtype) not in kept:
+        kept[rotary, dtype] = convert(table[positions])
+    found: T = kept[rotary, dtype]
+    return found

@@ -34,7 +34,7 @@ from finch.base.errors import UserError
 from finch.distributed.tensor_parallel import check_plan
 from finch.models.gemma2 import gemma2
 from finch.models.qwen3 import qwen3_tp_plan
-from finch.training.model import use_complex_product
+from finch.training.model import use_fast_rotary
 from finch.weights.huggingface import HuggingFaceFolder
 
 REPLAY = {"rows": 8, "max_new_tokens": 6, "strength": 2.0, "share": 1.0}
@@ -201,7 +201,7 @@ def _float64_reference(base, config):
     """The same training in a few lines of plain torch, and its weights."""
     with set_default_dtype(torch.float64):
         model = llama2(**llama_args())
-    use_complex_product(model)  # torchtune's own rotates in fp32
+    use_fast_rotary(model)  # torchtune's own rotates in fp32
     model.load_state_dict(dict(HuggingFaceFolder(str(base)).weights()))
     cfg = OmegaConf.create(config)
     samples = list(instantiate(cfg.dataset, instantiate(cfg.tokenizer)))

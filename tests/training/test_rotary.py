@@ -12,7 +12,7 @@ from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
 from torchtune.models.qwen2._positional_embeddings import Qwen2RotaryPositionalEmbeddings
 from torchtune.modules import RotaryPositionalEmbeddings
 
-from finch.training.model import rotate_pairs, use_complex_product, use_fused_norm
+from finch.training.model import rotate_halves, rotate_pairs, use_fast_rotary, use_fused_norm
 
 BATCH, SEQ, HEADS, DIM = 2, 5, 3, 16
 
@@ -41,21 +41,38 @@ def test_rotate_pairs_keeps_double_precision() -> None:
     torch.testing.assert_close(rotate_pairs(rotary, x), expected, rtol=0, atol=1e-14)
 
 
-def test_use_complex_product_keeps_logits() -> None:
+def test_use_fast_rotary_keeps_logits() -> None:
     decoder = llama2(
         vocab_size=32, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=32, max_seq_len=16, intermediate_dim=48
     )
     fast = copy.deepcopy(decoder)
-    use_complex_product(fast)
+    use_fast_rotary(fast)
     tokens = torch.randint(0, 32, (BATCH, SEQ))
     assert fast.layers[0].attn.pos_embeddings.forward.func is rotate_pairs
     torch.testing.assert_close(fast(tokens), decoder(tokens), rtol=0, atol=1e-6)
 
 
-def test_use_complex_product_leaves_rotated_halves() -> None:
-    holder = torch.nn.ModuleList([Qwen2RotaryPositionalEmbeddings(DIM)])
-    use_complex_product(holder)  # type: ignore[arg-type]
-    assert "forward" not in vars(holder[0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("has_positions", [False, True])
+def test_rotate_halves_is_torchtunes_bit_for_bit(has_positions: bool, dtype: torch.dtype) -> None:
+    tables = [Qwen2RotaryPositionalEmbeddings(DIM, max_seq_len=64, base=base) for base in (500, 1e6)]
+    positions = torch.randint(0, 64, (BATCH, SEQ)) if has_positions else None  # which keep what was looked up
+    for rotary in (*tables, *tables):
+        x = torch.randn(BATCH, SEQ, HEADS, DIM, dtype=dtype, requires_grad=True)
+        grad = torch.randn(BATCH, SEQ, HEADS, DIM, dtype=dtype)
+        expected, actual = rotary(x, input_pos=positions), rotate_halves(rotary, x, input_pos=positions)
+        assert torch.equal(actual, expected)
+        assert torch.equal(*(torch.autograd.grad(output, x, grad)[0] for output in (actual, expected)))
+
+
+def test_angles_are_looked_up_once_for_all_layers() -> None:
+    decoder = FAMILIES["qwen3"].build()
+    use_fast_rotary(decoder)
+    tokens, positions = torch.randint(0, 32, (1, SEQ)), torch.arange(SEQ)[None]
+    with torch.profiler.profile() as profile:
+        decoder(tokens, input_pos=positions)
+    assert len(decoder.layers) > 1
+    assert [each.count for each in profile.key_averages() if each.key == "aten::index"] == [1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -34,8 +34,8 @@ def test_estimate_reports_memory_collectives_and_time(estimate):
     sizes = dict(re.findall(r"^ +([a-z ]+?) +([\d.]+) kB$", out, re.MULTILINE))
     assert float(sizes["optimizer states"]) == pytest.approx(78.5, abs=0.2)
     assert {"weights", "activations", "peak", "before the step"} <= set(sizes)
-    assert re.search(r"all-gather +5 x", out)
-    assert re.search(r"reduce-scatter +3 x", out)
+    assert re.search(r"all-gather +3 x", out)
+    assert re.search(r"reduce-scatter +2 x", out)
     assert re.search(
         r"bound +(products|network): a step takes at least [\d.]+ s, and [\d.]+ s if nothing overlaps", out
     )
@@ -49,6 +49,14 @@ def test_estimate_takes_the_longest_row_of_the_configs_files(base_folder, rows_f
     assert (checked, json.loads(exact)["row"]["seq"]) == (0, longest)
     exact = finch(capsys, "check", "--exact", config, "--json", "--seq", "85")[1]
     assert json.loads(exact)["row"] == {"seq": 85, "targets": 37}
+
+
+def test_estimate_asks_no_hub(estimate, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("finch.base.hub._find", lambda *args: pytest.fail(f"asked for {args}"))
+    dataset = {"_component_": "finch.data.rows.rows_dataset", "source": "Acme/Rows"}
+    code, out, _ = estimate("--seq", "20", "--targets", "8", dataset=dataset)
+    assert code == 0, out
 
 
 def test_estimate_as_json_is_what_the_text_shows(estimate):

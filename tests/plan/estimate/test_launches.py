@@ -32,7 +32,7 @@ def step(config: str, layers: int, *overrides: str, ranks: int = 1) -> StepEstim
 
 
 @pytest.mark.parametrize(
-    ("config", "per_layer", "of_step", "gigabytes"), [(QWEN3, 88, 3_285, 174), (LLAMA3, 68, 2_293, 280)]
+    ("config", "per_layer", "of_step", "gigabytes"), [(QWEN3, 70, 2_650, 166), (LLAMA3, 60, 2_100, 267)]
 )
 def test_step_launches_and_moves(config: str, per_layer: int, of_step: int, gigabytes: int) -> None:
     """Raise these numbers with a reason only; each operator of a layer is 36 launches of a step, and as many with each micro-batch."""
