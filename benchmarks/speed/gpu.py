@@ -44,7 +44,8 @@ from finch.models.qwen3 import SIZE_0_6B, SIZE_1_7B, qwen3
 from finch.plan.estimate.fake_step import StepEstimate, estimate_step
 from finch.plan.estimate.formula import Rows, memory_by_formula
 from finch.plan.estimate.step_time import Rates
-from finch.plan.gpu_check.machine import copy_rate, launch_us, matrix_rate
+from finch.plan.gpu_check.host import host_rates
+from finch.plan.gpu_check.machine import copy_rate, matrix_rate
 from finch.plan.gpu_check.models import (
     BATCH,
     MEDIUM,
@@ -118,7 +119,7 @@ def run(check: Check) -> None:
     mean = round(sum(len(row["tokens"]) for row in rows) / len(rows))
     device = torch.device(check.device)
     rate = matrix_rate(device, precision_of(dtype).compute, BATCH * mean)
-    rates = Rates(rate, copy_rate(device), launch_us(device))
+    rates = Rates(rate, copy_rate(device), host_rates()[0])
     needed_flops = 0
     for name, contender in CONTENDERS.items():
         if check.quick and not contender.is_quick:

@@ -1,8 +1,9 @@
 """Attention over a row of samples in one call per layer: torch's FlashAttention for sequences of unequal length, plain torch on a CPU.
 
-Two operators, forward and backward, that torch.compile does not look into: the graph around them depends on no length. They call what
-``torch.nn.attention.varlen.varlen_attn`` calls, by its name in ATen: its arguments are the same in all versions of torch that have it,
-and it takes the log-sum-exp of all keys for the backward over some of them, which a long prefix needs.
+It calls what ``torch.nn.attention.varlen.varlen_attn`` calls, by its name in ATen: its arguments are the same in all versions of torch that
+have it, and it takes the log-sum-exp of all keys for the backward over some of them, which a long prefix needs. For torch.compile, and for
+fake tensors, forward and backward are two operators that nothing looks into: the graph around them depends on no length. In eager mode they
+are plain functions, since an operator in Python takes the host a third longer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 
@@ -34,7 +37,10 @@ def is_supported(device: torch.device, dtype: torch.dtype, head_dim: int) -> boo
 
 def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Varlen) -> torch.Tensor:
     """[T, heads, head_dim] from ``q`` of that shape and ``k``, ``v`` [T, kv_heads, head_dim], which are not repeated per query head."""
-    output: torch.Tensor = _forward(q, k, v, *rows)[0]
+    if torch.compiler.is_compiling() or isinstance(q, FakeTensor):
+        output: torch.Tensor = _attention_operator(q, k, v, *rows)[0]
+    else:
+        output = _Attention.apply(q, k, v, *rows)
     return output
 
 
@@ -73,8 +79,7 @@ def _calls(index: torch.Tensor, sizes: torch.Tensor, tokens: int) -> _Calls:
     )
 
 
-@torch.library.custom_op("finch::varlen_attention", mutates_args=())
-def _forward(
+def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: torch.Tensor, sizes: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, and the scores' log-sum-exp [heads, T]."""
@@ -94,13 +99,15 @@ def _forward(
     return output, lse
 
 
-@_forward.register_fake
+_attention_operator = torch.library.custom_op("finch::varlen_attention", _attention, mutates_args=())
+
+
+@_attention_operator.register_fake
 def _(q: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=_wide(q.dtype))
 
 
-@torch.library.custom_op("finch::varlen_attention_backward", mutates_args=())
-def _backward(
+def _gradients(
     grad: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -124,7 +131,10 @@ def _backward(
     return dq, dk, dv
 
 
-@_backward.register_fake
+_gradients_operator = torch.library.custom_op("finch::varlen_attention_backward", _gradients, mutates_args=())
+
+
+@_gradients_operator.register_fake
 def _(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -137,10 +147,23 @@ def _save(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor
 
 
 def _autograd(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return (*_backward(grad, *ctx.saved_tensors), None, None)
+    return (*_gradients_operator(grad, *ctx.saved_tensors), None, None)
 
 
-_forward.register_autograd(_autograd, setup_context=_save)
+_attention_operator.register_autograd(_autograd, setup_context=_save)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
+        output = _attention(*inputs)
+        _save(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (*_gradients(grad, *ctx.saved_tensors), None, None)
 
 
 @register_flop_formula(torch.ops.finch.varlen_attention, get_raw=True)

@@ -7,7 +7,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from finch.data.padding_free import LONG_PREFIX, PaddingFree, Varlen
 from finch.training.padding_free_attention import padding_free_attention
-from finch.training.varlen_attention import _attend, _backward, _differentiate, _forward, varlen_attention
+from finch.training.varlen_attention import (
+    _attend,
+    _attention_operator,
+    _differentiate,
+    _gradients_operator,
+    varlen_attention,
+)
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 LENGTHS = (5, 19, 1, 30)
@@ -45,9 +51,10 @@ def test_operators_keep_torchs_rules(prefix: int, lengths: tuple[int, ...]) -> N
     """Schema, fake tensors, autograd and dynamic shapes of both."""
     rows, tokens = Varlen.of(prefix, lengths), prefix + sum(lengths)
     inputs = [draw(tokens, heads, torch.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    torch.library.opcheck(_forward, (*inputs, *rows))
+    torch.library.opcheck(_attention_operator, (*inputs, *rows))
     detached = [each.detach() for each in inputs]
-    torch.library.opcheck(_backward, (torch.randn_like(detached[0]), *detached, *_forward(*detached, *rows), *rows))
+    results = _attention_operator(*detached, *rows)
+    torch.library.opcheck(_gradients_operator, (torch.randn_like(detached[0]), *detached, *results, *rows))
 
 
 @pytest.mark.parametrize("prefix", [0, 27, LONG_PREFIX])

@@ -23,17 +23,21 @@ if TYPE_CHECKING:
     from finch.plan.estimate.step_time import Rates
 
 USAGE = "finch check --exact CONFIG [--gpus N] [--gpu-memory GB] [option ...] [key=value ...] [~key] [method=NAME]"
-_LIMITS = {
-    "products": ("--matmul-tflops", "of matrix products in TFLOP/s", "matrix products at {:g} TFLOP/s"),
-    "memory": ("--memory-gb-s", "of copies on the GPU, GB/s read and written", "reading and writing at {:g} GB/s"),
-    "launches": ("--launch-us", "of the host per operator, in us", "launching at {:g} us each"),
-    "network": (
-        "--bandwidth-gb-s",
-        "of one rank to the others in one direction, in GB/s",
-        "communication at {:g} GB/s",
-    ),
+_RATES = {
+    "--matmul-tflops": "of matrix products in TFLOP/s",
+    "--memory-gb-s": "of copies on the GPU, GB/s read and written",
+    "--launch-us": "of the host per operator, in us (default: measured here)",
+    "--collective-us": "of the host per collective, in us (default: measured here)",
+    "--bandwidth-gb-s": "of one rank to the others in one direction, in GB/s",
+    "--node-bandwidth-gb-s": "the same to a rank of another node (default: as to all)",
 }
-"""What may bound a step: the option with its rate, the option's help, and what the report says; in the order of ``Rates``."""
+_LIMITS = {
+    "products": "matrix products at {matmul_tflops:g} TFLOP/s",
+    "memory": "reading and writing at {memory_gb_s:g} GB/s",
+    "host": "the host at {launch_us:.3g} us per operator and {collective_us:.3g} us per collective",
+    "network": "communication at {bandwidth_gb_s:g} GB/s, {node_bandwidth_gb_s:g} GB/s between nodes",
+}
+"""What may bound a step, and what the report says."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     memory = "of one GPU, in 1e9 bytes; without it nothing is compared"
     add("--gpu-memory", type=positive(float), metavar="GB", help=memory)
     add("--rates", metavar="FILE", help="the GPU's rates, which give the time: gpu_check.json of finch doctor --gpu")
-    for option, text, _ in _LIMITS.values():
+    for option, text in _RATES.items():
         add(option, type=positive(float), metavar="R", help=text)
+    add("--gpus-per-node", type=positive(int), default=8, metavar="N", help="(default: 8)")
     add(
         "--seq",
         type=positive(int),
@@ -113,10 +118,16 @@ def _estimate(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str
             f"--targets {rows.targets} must be below --seq {rows.seq}: the first token is no target; give fewer"
         )
     check(cfg, torch.device("cuda"), options.gpus)
-    step = estimate_step(recipe, cfg, ranks=options.gpus, rows=rows)
     rates = _rates(options, cfg)
+    step = estimate_step(recipe, cfg, ranks=options.gpus, rows=rows)
     limit = None if options.gpu_memory is None else int(options.gpu_memory * 1e9)
     fits = None if limit is None else step.device_peak <= limit
+    copies, (nodes, rest) = {}, divmod(options.gpus, options.gpus_per_node)
+    if rates.node_bandwidth_gb_s and nodes > 1 and not rest and cfg.data_parallel_replicate_dim == 1:
+        cfg.data_parallel_replicate_dim, cfg.data_parallel_shard_dim = nodes, -1
+        other = estimate_step(recipe, cfg, ranks=options.gpus, rows=rows)
+        seconds = rates.seconds(other, options.gpus_per_node)
+        copies = {"number": nodes, "device_peak": other.device_peak, "seconds": seconds}
     changes = (*map(" ".join, candidates(cfg)), f"--gpus {2 * options.gpus}")
     kinds = ("kind", "calls", "bytes", "sent_bytes")
     return {
@@ -130,8 +141,9 @@ def _estimate(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str
         "collectives": [dict(zip(kinds, row, strict=True)) for row in step.summed_collectives()],
         "sent_bytes": step.sent_bytes,
         "needed_flops": step.needed_flops,
-        "rates": dict(zip(_LIMITS, vars(rates).values(), strict=True)),
-        "seconds": rates.seconds(step),
+        "rates": vars(rates),
+        "seconds": rates.seconds(step, options.gpus_per_node),
+        "with_a_copy_per_node": copies,
         "gpu_memory": limit,
         "fits": fits,
         "saves_memory": changes if fits is False else (),
@@ -139,14 +151,23 @@ def _estimate(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str
 
 
 def _rates(options: argparse.Namespace, cfg: DictConfig) -> Rates:
-    """Those of the file, and on top of them those of the command line."""
+    """Those of the file, on top of them those of the command line, and of the host this machine's."""
     from finch.distributed.precision import precision_of
     from finch.plan.estimate.step_time import Rates, read_rates
+    from finch.plan.gpu_check.host import host_rates
 
     rates = Rates()
     if options.rates is not None:
         rates = read_rates(options.rates, str(precision_of(cfg.dtype).compute).removeprefix("torch."))
-    return replace(rates, **{name: value for name in vars(rates) if (value := getattr(options, name)) is not None})
+    rates = replace(rates, **{name: value for name in vars(rates) if (value := getattr(options, name)) is not None})
+    if rates.node_bandwidth_gb_s and not rates.bandwidth_gb_s:
+        raise UserError("--node-bandwidth-gb-s needs --bandwidth-gb-s, the rate inside a node; give both")
+    if rates.launch_us is None or rates.collective_us is None:
+        launch_us, collective_us = host_rates()
+        rates = replace(
+            rates, launch_us=rates.launch_us or launch_us, collective_us=rates.collective_us or collective_us
+        )
+    return rates
 
 
 def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -197,13 +218,20 @@ def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _times(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    seconds = found["seconds"]
-    if not seconds:
-        yield "time", f"give --rates, or {', '.join(option for option, *_ in _LIMITS.values())}"
-        return
+    seconds, rates, copies = found["seconds"], found["rates"], found["with_a_copy_per_node"]
+    between = rates["node_bandwidth_gb_s"] or rates["bandwidth_gb_s"]
     for number, (name, value) in enumerate(seconds.items()):
-        yield "" if number else "time", f"{value:.3f} s of {_LIMITS[name][2].format(found['rates'][name])}"
+        text = _LIMITS[name].format(**{**rates, "node_bandwidth_gb_s": between})
+        yield "" if number else "time", f"{value:.3f} s of {text}"
+    if len(seconds) == 1:
+        yield "", f"for the rest give --rates, or {', '.join(_RATES)}"
+        return
     bound = max(seconds, key=seconds.__getitem__)
     least, most = seconds[bound], sum(seconds.values())
     yield "bound", f"{bound}: a step takes at least {least:.3f} s, and {most:.3f} s if nothing overlaps"
     yield "", f"at most {found['targets'] * found['ranks'] / least:,.0f} target tokens/s on all ranks"
+    if copies and copies["device_peak"] <= (found["gpu_memory"] or copies["device_peak"]):
+        other = copies["seconds"]["network"]
+        if other < seconds["network"]:
+            text = f"data_parallel_replicate_dim={copies['number']}: {other:.3f} s of communication, since only gradients go between nodes"
+            yield "faster", f"{text}; {gigabytes(copies['device_peak'])} at the peak"

@@ -145,7 +145,7 @@ def estimate_step(recipe: str, cfg: DictConfig, *, ranks: int, rows: Rows) -> St
     cfg, notes = _runnable(cfg)
     precision = precision_of(cfg.dtype)
     number = cfg.gradient_accumulation_steps
-    with _fake_group(cfg, ranks, precision) as group, warnings.catch_warnings():
+    with fake_group(cfg, ranks, precision) as group, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             step = FakeStep(cfg, group, precision, is_lora=recipe == LORA_RECIPE)
@@ -294,13 +294,14 @@ class FakeStep:
                 optimizer.step()
         self.model.zero_grad(set_to_none=True)
         update = make_update(cfg, self.model, optimizers, self._build_schedule(optimizers), self.parallel)
+        update.clips_in_kernel = cfg.device != "cpu" and _are_fused(optimizers)
         each = cfg.fsdp_reduce_every_micro_batch
         return TrainStep(self.model, self.loss, update, self.parallel, _CPU, reduces_each=each)
 
     def _build_schedule(self, optimizers: Sequence[torch.optim.Optimizer]) -> Any:
         """FinchLR where it reads no loss on the host, as on CUDA with a fused optimizer; otherwise a stand-in, which allocates nothing."""
         cfg = self.cfg
-        if not is_finch(cfg) or not all(getattr(each, "_step_supports_amp_scaling", False) for each in optimizers):
+        if not is_finch(cfg) or not _are_fused(optimizers):
             return SimpleNamespace(step=lambda *_: True, metrics=dict)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -338,6 +339,10 @@ class _CountedStates(torch.optim.Optimizer):
                     self.state[parameter]["states"] = torch.empty(size, dtype=torch.uint8)
 
 
+def _are_fused(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+    return all(getattr(each, "_step_supports_amp_scaling", False) for each in optimizers)
+
+
 def _compiles_a_kernel(cfg: DictConfig, precision: Precision) -> bool:
     return precision.stochastic or str(component_of(cfg.optimizer)).startswith(("torchao.", "bitsandbytes."))
 
@@ -372,7 +377,7 @@ def _runnable(cfg: DictConfig) -> tuple[DictConfig, list[str]]:
 
 
 @contextmanager
-def _fake_group(cfg: DictConfig, ranks: int, precision: Precision) -> Iterator[Parallel]:
+def fake_group(cfg: DictConfig, ranks: int, precision: Precision) -> Iterator[Parallel]:
     """Rank 0 of a process group whose collectives return at once."""
     sizes = MeshSizes(cfg.data_parallel_replicate_dim, cfg.data_parallel_shard_dim, cfg.tensor_parallel_dim)
     sizes = sizes.resolve(ranks)

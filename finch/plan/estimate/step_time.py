@@ -16,36 +16,47 @@ if TYPE_CHECKING:
 # What the check's lines are called; of products and all-reduces the beginning.
 MATRIX_PRODUCTS, ALL_REDUCE = "matrix products of", "all-reduce over"
 COPY = "copy on the device, GB/s read and written"
-LAUNCH = "a small operation, of forward and backward, us"
+LAUNCH, COLLECTIVE = "host's time for an operator of a layer, us", "host's time for a collective of FSDP2, us"
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one device; None: unknown.
+    """Of one device and its host; None: unknown.
 
     Attributes:
         matmul_tflops: of matrix products, in TFLOP/s.
         memory_gb_s: that an operator reads and writes, in GB/s (1e9 bytes).
         launch_us: that the host takes for an operator, in microseconds.
         bandwidth_gb_s: to the other ranks in one direction, in GB/s.
+        node_bandwidth_gb_s: the same to ranks on other nodes; None: as to all.
+        collective_us: that the host takes for a collective, with FSDP2's hooks and copies, in microseconds.
     """
 
     matmul_tflops: float | None = None
     memory_gb_s: float | None = None
     launch_us: float | None = None
     bandwidth_gb_s: float | None = None
+    node_bandwidth_gb_s: float | None = None
+    collective_us: float | None = None
 
-    def seconds(self, step: StepEstimate) -> Mapping[str, float]:
-        """Of a step, by what would limit it alone: products, memory, launches, network. Those of unknown rates are left out."""
+    def seconds(self, step: StepEstimate, gpus_per_node: int = 8) -> Mapping[str, float]:
+        """Of a step, by what would limit it alone: products, memory, host, network. Those of unknown rates are left out."""
         found = {}
         if self.matmul_tflops:
             found["products"] = sum(step.flops.values()) / (self.matmul_tflops * 1e12)
         if self.memory_gb_s:
             found["memory"] = sum(step.moved_bytes.values()) / (self.memory_gb_s * 1e9)
         if self.launch_us:
-            found["launches"] = sum(step.launches.values()) * self.launch_us / 1e6
+            collectives = len(step.collectives) * (self.collective_us or 0)
+            found["host"] = (sum(step.launches.values()) * self.launch_us + collectives) / 1e6
         if self.bandwidth_gb_s and step.sent_bytes:
-            found["network"] = step.sent_bytes / (self.bandwidth_gb_s * 1e9)
+            inside = self.bandwidth_gb_s * 1e9
+            between = inside if self.node_bandwidth_gb_s is None else self.node_bandwidth_gb_s * 1e9
+            # A ring over nodes is as slow as its slowest link.
+            sent = (
+                (each.sent_bytes, between if each.farthest >= gpus_per_node else inside) for each in step.collectives
+            )
+            found["network"] = sum(nbytes / rate for nbytes, rate in sent)
         return found
 
 
@@ -62,4 +73,5 @@ def read_rates(file: str, dtype: str) -> Rates:
     def first(beginning: str, word: str = "") -> float | None:
         return next((float(seen) for name, seen in lines if name.startswith(beginning) and word in name and seen), None)
 
-    return Rates(first(MATRIX_PRODUCTS, dtype), first(COPY), first(LAUNCH), first(ALL_REDUCE))
+    rates = first(MATRIX_PRODUCTS, dtype), first(COPY), first(LAUNCH), first(ALL_REDUCE)
+    return Rates(*rates, collective_us=first(COLLECTIVE))

@@ -148,11 +148,13 @@ class Collective:
         kind: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, or the operator's name for another.
         nbytes: of the complete tensor: what an all-gather returns, what the others are given.
         ranks: of its group.
+        farthest: the group's highest rank; this one is rank 0.
     """
 
     kind: str
     nbytes: int
     ranks: int
+    farthest: int
 
     @property
     def sent_bytes(self) -> int:
@@ -166,21 +168,23 @@ def collective_of(function: Any, arguments: Sequence[Any], output: Any) -> Colle
     name = function._overloadpacket.__name__
     kind = _KINDS.get(name, name)
     if function.namespace == "c10d":
-        ranks = next(filter(None, map(_group_size, arguments)))
+        group = next(filter(None, map(_group, arguments)))
         # The output comes first for those that have one.
-        return Collective(kind, _nbytes(arguments[1] if kind == REDUCE_SCATTER else arguments[0]), ranks)
-    if function.namespace == "_c10d_functional" and name != _WAIT:
+        nbytes = _nbytes(arguments[1] if kind == REDUCE_SCATTER else arguments[0])
+    elif function.namespace == "_c10d_functional" and name != _WAIT:
         group = dist.distributed_c10d._resolve_process_group(arguments[-1])
-        return Collective(kind, _nbytes(output if kind == ALL_GATHER else arguments[0]), group.size())
-    return None
+        nbytes = _nbytes(output if kind == ALL_GATHER else arguments[0])
+    else:
+        return None
+    return Collective(kind, nbytes, group.size(), max(dist.get_process_group_ranks(group)))
 
 
-def _group_size(value: Any) -> int:
-    """Ranks of a process group as operators take it; 0 for another argument."""
+def _group(value: Any) -> dist.ProcessGroup | None:
+    """A process group as operators take it; None for another argument."""
     if isinstance(value, torch.ScriptObject):
         with suppress(RuntimeError, TypeError):
             value = dist.ProcessGroup.unbox(value)
-    return value.size() if isinstance(value, dist.ProcessGroup) else 0
+    return value if isinstance(value, dist.ProcessGroup) else None
 
 
 def _used_bytes(value: Any) -> int:
@@ -345,4 +349,4 @@ class StepTrace(TorchDispatchMode):
 def launches_kernel(function: Any) -> bool:
     """Whether an operator runs something on the device: not views, empty tensors and what only asks for a size."""
     name = function._overloadpacket.__name__
-    return not (function.namespace == "prim" or function.is_view or name in _NO_KERNEL or "empty" in name)
+    return not (function.namespace in ("prim", "profiler") or function.is_view or name in _NO_KERNEL or "empty" in name)

@@ -6,7 +6,8 @@ import functools
 
 import torch
 
-from finch.plan.estimate.step_time import ALL_REDUCE, COPY, LAUNCH, MATRIX_PRODUCTS
+from finch.plan.estimate.step_time import ALL_REDUCE, COLLECTIVE, COPY, LAUNCH, MATRIX_PRODUCTS
+from finch.plan.gpu_check.host import host_rates
 from finch.plan.gpu_check.models import BATCH, QWEN3_4B, TINY, TOKENS
 from finch.plan.gpu_check.processes import Ranks
 from finch.plan.gpu_check.rates import matmul_rate, seconds_per_call
@@ -17,7 +18,8 @@ _ROW_TOKENS, _LONG_TOKENS = BATCH * sum(TOKENS) // 2, 8 * 4096
 
 def run(check: Check) -> None:
     device, is_cpu = torch.device(check.device), check.device == "cpu"
-    measures = {COPY: functools.partial(copy_rate, device), LAUNCH: functools.partial(launch_us, device)}
+    measures = {COPY: functools.partial(copy_rate, device)}
+    measures |= {name: functools.partial(_host_rate, number) for number, name in enumerate((LAUNCH, COLLECTIVE))}
     for dtype, tokens in ((torch.float32, _ROW_TOKENS), (torch.bfloat16, _ROW_TOKENS), (torch.bfloat16, _LONG_TOKENS)):
         name = f"{MATRIX_PRODUCTS} {tokens:,} tokens, {str(dtype).removeprefix('torch.')}, TFLOP/s"
         if is_cpu and dtype == torch.bfloat16:
@@ -51,17 +53,8 @@ def copy_rate(device: torch.device) -> float:
     return 2 * len(source) / seconds_per_call(lambda: target.copy_(source)) / 1e9
 
 
-def launch_us(device: torch.device) -> float:
-    """Microseconds of the host per operator where the device has next to nothing to do, in a chain of 100 products and its backward."""
-    one = torch.ones(1, device=device, requires_grad=True)
-
-    def chain() -> None:
-        value = one
-        for _ in range(100):
-            value = value * 1.0
-        value.backward()
-
-    return seconds_per_call(chain) / 200 * 1e6
+def _host_rate(number: int) -> float:
+    return host_rates()[number]
 
 
 def _num_bytes(device: torch.device) -> int:

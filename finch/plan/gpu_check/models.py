@@ -64,9 +64,16 @@ def qwen3_model(name: str, sizes: Mapping[str, Any], **changes: Any) -> Model:
     return Model(name, "finch.models.qwen3.qwen3", {"max_seq_len": 8192, "head_dim": 16, **sizes, **changes})
 
 
-_TINY = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32, "intermediate_dim": 48, "vocab_size": 320}
+TINY_SIZE = {
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 32,
+    "intermediate_dim": 48,
+    "vocab_size": 320,
+}
 _S_SIZE = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "embed_dim": 512, "intermediate_dim": 1408}
-TINY = {"S": _llama("tiny Llama", **_TINY), "Q": qwen3_model("tiny Qwen3", _TINY, tie_word_embeddings=True)}
+TINY = {"S": _llama("tiny Llama", **TINY_SIZE), "Q": qwen3_model("tiny Qwen3", TINY_SIZE, tie_word_embeddings=True)}
 MEDIUM = {"S": _llama("S", vocab_size=32_000, **_S_SIZE), "Q": qwen3_model("Q", SIZE_0_6B, num_layers=8)}
 QWEN3_4B = qwen3_model("Qwen3-4B", SIZE_4B)
 

@@ -55,7 +55,8 @@ _COMPILE_S = 30.0
 
 
 class Step:
-    """The recipes' step, with a model's initial weights, or those that ``draw`` returns, and rows that are given; ``cfg`` is checked.
+    """The recipes' step, with a model's initial weights, or those that ``draw`` returns, and rows that are given; ``cfg`` is checked. ``group``: to
+    which this rank belongs; None: torchrun's, joined here.
 
     Attributes:
         step: the step itself.
@@ -63,9 +64,16 @@ class Step:
         gradients: of the last step before they are clipped, complete, on the host; empty with ``optimizer_in_bwd``.
     """
 
-    def __init__(self, cfg: Any, model: Model, draw: Callable[[torch.Size], torch.Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        cfg: Any,
+        model: Model,
+        draw: Callable[[torch.Size], torch.Tensor] | None = None,
+        group: parallel.Parallel | None = None,
+    ) -> None:
         self.cfg, self.device, precision = cfg, parallel.local_device(cfg.device), precision_of(cfg.dtype)
-        self.parallel = parallel.start_from(cfg, self.device, shard=precision.is_mixed or cfg.fsdp_cpu_offload)
+        shard = precision.is_mixed or cfg.fsdp_cpu_offload
+        self.parallel = group or parallel.start_from(cfg, self.device, shard=shard)
         loaded = LoadedModel(cfg, precision, has_adapters="lora_rank" in cfg.model, has_files=False)
         self.loss = StepLoss(cfg, loaded.decoder, self.parallel)
         self.model = loaded.in_memory(self.parallel, **self.loss.model_options())

@@ -60,7 +60,7 @@ def test_estimate_asks_no_hub(estimate, monkeypatch):
 
 
 def test_estimate_as_json_is_what_the_text_shows(estimate):
-    given = ("--gpus", "2", "--gpu-memory", "0.0001", "--seq", "20", "--launch-us", "2")
+    given = ("--gpus", "2", "--gpu-memory", "0.0001", "--seq", "20", "--launch-us", "2", "--collective-us", "300")
     (code, text, _), (json_code, out, _) = estimate(*given), estimate(*given, "--json")
     assert (code, json_code) == (1, 1)
     found = json.loads(out)
@@ -74,9 +74,25 @@ def test_estimate_as_json_is_what_the_text_shows(estimate):
     for part, size in {**found["memory"], "peak": found["device_peak"]}.items():
         assert size < found["peak"] / 10_000 or float(sizes[part]) == round(size / 1000, 1)
     assert f"{sum(found['launches'].values()):,} operators launched" in text
-    assert found["seconds"] == {"launches": pytest.approx(sum(found["launches"].values()) * 2e-6)}
+    calls = sum(each["calls"] for each in found["collectives"])
+    expected = 2e-6 * sum(found["launches"].values()) + 300e-6 * calls
+    assert found["seconds"] == {"host": pytest.approx(expected)}
+    assert re.search(r"^time +[\d.]+ s of the host at 2 us per operator and 300 us per collective$", text, re.MULTILINE)
     assert sum(each["sent_bytes"] for each in found["collectives"]) == found["sent_bytes"] > 0
     assert all(change in text for change in found["saves_memory"])
+
+
+def test_estimate_proposes_a_copy_per_node_where_it_is_faster(estimate):
+    """On two nodes of two: of a ring over all four the slowest link decides."""
+    rates = ("--gpus-per-node", "2", "--bandwidth-gb-s", "10", "--node-bandwidth-gb-s")
+    given = ("--gpus", "4", "--seq", "20", "--launch-us", "2", "--collective-us", "2", *rates)
+    found = json.loads(estimate(*given, "1", "--json")[1])
+    copies, all_ranks = found["with_a_copy_per_node"], found["seconds"]["network"]
+    assert found["sent_bytes"] / 1e9 == pytest.approx(all_ranks)
+    assert copies["number"] == 2
+    assert copies["seconds"]["network"] < all_ranks / 2  # gradients: a half of the shards' bytes
+    assert "faster        data_parallel_replicate_dim=2: " in estimate(*given, "1", "data_parallel_shard_dim=4")[1]
+    assert "faster" not in estimate(*given, "100")[1]
 
 
 def test_estimate_names_what_saves_memory(estimate):
@@ -93,6 +109,7 @@ def test_estimate_names_what_saves_memory(estimate):
     [
         (("--seq", "8", "--targets", "8"), "--targets 8 must be below --seq 8"),
         (("--gpus", "3", "data_parallel_replicate_dim=2"), "does not divide the 3 ranks"),
+        (("--node-bandwidth-gb-s", "50"), "needs --bandwidth-gb-s, the rate inside a node; give both"),
     ],
 )
 def test_estimate_reports_a_mistake_in_one_line(arguments, message, estimate):

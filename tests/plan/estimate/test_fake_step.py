@@ -1,6 +1,7 @@
 """A step on fake tensors against a real one: memory, collectives, operations."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from finch.cli.early_checks import read_job
 from finch.objectives import CrossEntropy
 from finch.plan.estimate.fake_step import StepEstimate, candidates, estimate_step
 from finch.plan.estimate.formula import Rows
-from finch.plan.estimate.step_time import COPY, LAUNCH, Rates, read_rates
+from finch.plan.estimate.step_time import COLLECTIVE, COPY, LAUNCH, Rates, read_rates
 from finch.plan.estimate.step_trace import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective
 
 SIZE = {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "num_kv_heads": 2, "intermediate_dim": 160}
@@ -202,25 +203,29 @@ def test_rates_are_those_of_gpu_checks_file(tmp_path):
         ("matrix products of 1,360 tokens, float32, TFLOP/s", 50.0),
         ("matrix products of 1,360 tokens, bfloat16, TFLOP/s", 600.0),
     ]
-    lines += [(COPY, 3000.0), (LAUNCH, 8.0), ("all-reduce", None)]
+    lines += [(COPY, 3000.0), (LAUNCH, 8.0), (COLLECTIVE, 600.0), ("all-reduce", None)]
     file = tmp_path / "gpu_check.json"
     file.write_text(json.dumps({"phases": [{"lines": [{"name": name, "seen": seen} for name, seen in lines]}]}))
-    assert read_rates(str(file), "bfloat16") == Rates(600, 3000, 8, None)
+    assert read_rates(str(file), "bfloat16") == Rates(600, 3000, 8, collective_us=600)
     file.write_text("[]")
     with pytest.raises(UserError, match=r"gpu_check.json is no gpu_check.json of `finch doctor --gpu`"):
         read_rates(str(file), "bfloat16")
 
 
 def test_time_is_operations_and_bytes_over_their_rates():
-    calls = Collective(ALL_GATHER, 4 * 10**9, 4), Collective(ALL_REDUCE, 4, 4), Collective(ALL_GATHER, 4 * 10**9, 4)
+    gather = Collective(ALL_GATHER, 4 * 10**9, 4, 3)
+    calls = gather, Collective(ALL_REDUCE, 4, 4, 3), gather
     flops = {"forward": 10**12, "recomputation": 10**12, "backward": 2 * 10**12}
     step = StepEstimate(
         1, 1, 4, {}, 0, "forward", {}, calls, flops, {"forward": 100}, 1, 1, moved_bytes={"forward": 8 * 10**9}
     )
-    seconds = Rates(matmul_tflops=2, memory_gb_s=2, launch_us=5, bandwidth_gb_s=3).seconds(step)
+    rates = Rates(matmul_tflops=2, memory_gb_s=2, launch_us=5, bandwidth_gb_s=3, collective_us=100)
+    seconds = rates.seconds(step)
     assert seconds["products"] == 2.0  # recomputation takes time, though it is not needed
-    assert (seconds["memory"], seconds["launches"]) == (4.0, 5e-4)
+    assert (seconds["memory"], seconds["host"]) == (4.0, 8e-4)
     assert seconds["network"] == pytest.approx(2.0)
+    slow = replace(rates, node_bandwidth_gb_s=1)
+    assert [slow.seconds(step, per_node)["network"] for per_node in (4, 2)] == pytest.approx([2.0, 6.0])
     assert step.needed_flops == 3 * 10**12
     assert step.summed_collectives() == [(ALL_GATHER, 2, 8 * 10**9, 6 * 10**9), (ALL_REDUCE, 1, 4, 6)]
     assert step.sent_bytes == 6 * 10**9 + 6

@@ -55,5 +55,5 @@ def test_a_resized_storage_has_its_new_size(memory):
 
 @pytest.mark.parametrize(("kind", "sent"), [(ALL_GATHER, 750), (REDUCE_SCATTER, 750), (ALL_REDUCE, 1500)])
 def test_sent_bytes_of_a_ring_of_four(kind, sent):
-    assert Collective(kind, 1000, 4).sent_bytes == sent
-    assert Collective(kind, 1000, 1).sent_bytes == 0
+    assert Collective(kind, 1000, 4, 3).sent_bytes == sent
+    assert Collective(kind, 1000, 1, 0).sent_bytes == 0
