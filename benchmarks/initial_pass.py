@@ -20,7 +20,7 @@ from finch.base.errors import exit_without_teardown, report_user_errors
 from finch.cli.early_checks import read_job
 from finch.distributed.parallel import launched_rank
 from finch.probes.evaluation import EvalSettings, evaluate
-from finch.probes.rows import ProbeRows
+from finch.probes.kinds import ProbeRows
 from finch.training.reference import compute_reference_losses, dataset_loss
 
 

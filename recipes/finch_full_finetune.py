@@ -1,7 +1,4 @@
-"""Full fine-tuning with FINCH's loss-adaptive learning rate, on one process or many.
-
-finch run stories260k/tofu_finch data_root=DATA
-"""
+"""Full fine-tuning with FINCH's loss-adaptive learning rate, on one process or many: `finch run CONFIG`."""
 
 from __future__ import annotations
 
@@ -26,24 +23,18 @@ from finch.data.training_data import TrainingData
 from finch.distributed import parallel, precision, watchdog
 from finch.probes import probes, run_hooks
 from finch.training import config_checks, hooks, optimizer, step
-from finch.training.checkpointer import Checkpointer, TrainState
+from finch.training.checkpointer import Checkpointer, Stop, TrainState
 from finch.training.loaded_model import LoadedModel
-from finch.training.run import Run, run_recipe, update_best
+from finch.training.run import Run, is_epoch_written, run_recipe, update_best
 from finch.training.step_loss import StepLoss
 
 
 class FinchFullFinetune(FTRecipeInterface):
     """Full fine-tuning of a torchtune decoder, on one process or on any number of ranks with FSDP2.
 
-    The learning rate of a step comes from the loss of that step (``lr_scheduler: finch.FinchLR``); torchtune's schedulers and a
-    constant learning rate work as well. Samples have one global order, so that a run is the same on any number of ranks, and
-    a checkpoint resumes it exactly. All that happens around a step (validation, probes, signals, what a user adds) is a hook, see
-    :mod:`finch.training.hooks`. `finch list keys` lists the config's keys; docs/recipe.md explains a step, an epoch and a resume.
-
-    Args:
-        cfg: a config that :func:`finch.config.parser.parse` has checked.
-
-    Raises UserError for a mistake in the config, a file or the data, in one line and before weights are loaded.
+    Samples have one global order: a run is the same on any number of ranks, and a checkpoint resumes it exactly. All that happens around
+    a step (validation, probes, signals, what a user adds) is a hook, see :mod:`finch.training.hooks`. docs/recipe.md explains a step, an
+    epoch and a resume. ``cfg`` is checked. Raises UserError for a mistake in it, a file or the data, before weights are loaded.
     """
 
     options = schema.FullFinetuneKeys  # the config's, which is saved with the run
@@ -84,9 +75,9 @@ class FinchFullFinetune(FTRecipeInterface):
         self.tokenizer = self.run.build_tokenizer(self.parallel)
         self.loaded.accept(self.tokenizer)
         self.loss = StepLoss(cfg, self.decoder, self.parallel, self.run.scalars)
-        needs_stats = self.loss.needs_stats
+        options = {"seed": self.seed, "needs_stats": self.loss.needs_stats}
         fit = functools.partial(self.loaded.check_rows, self.tokenizer)
-        self.data = TrainingData(cfg, self.tokenizer, self.parallel, seed=self.seed, needs_stats=needs_stats, fit=fit)
+        self.data = TrainingData(cfg, self.tokenizer, self.parallel, fit=fit, **options)
         self.loss.replay.read_prompts(self.tokenizer, self.data)
         self.num_steps = cfg.epochs * self.data.steps_per_epoch
         config_checks.check_replay(cfg, self.num_steps)
@@ -119,8 +110,7 @@ class FinchFullFinetune(FTRecipeInterface):
         options: dict[str, Any] = {"reference": self.loss.reference, "is_resumed": bool(self.run.scalars)}
         place, number, each = (self.parallel, self.precision), self.num_steps, self.cfg.fsdp_reduce_every_micro_batch
         self.update = optimizer.build_update(self.cfg, self.model, *place, num_steps=number, **options)
-        parts = (self.model, self.loss, self.update, self.parallel, self.device)
-        self.step = step.TrainStep(*parts, reduces_each=each)
+        self.step = step.TrainStep(self.model, self.loss, self.update, self.parallel, self.device, reduces_each=each)
         if self.run.resumed_from is not None:
             self.checkpointer.load(self, self.run.resumed_from, self.run.scalars)
 
@@ -168,15 +158,12 @@ class FinchFullFinetune(FTRecipeInterface):
             batches = next(upcoming, None)  # while the device is at work: nothing has waited for it so far
             state.advance(order, steps)
             state.metrics = self.metrics_log.add(state.step, metrics)
-            state.is_synced = any(self.hooks.each(lambda hook: hook.wants_sync(state.step)))
-            for hook in self.hooks.values():  # each sees what those before it have measured
-                state.metrics.update(hook.after_step(state) or {})
+            self.hooks.after_step(state)
             self.metrics_log.report()
             state.is_save_due |= self.checkpointer.writer.is_due(state.step)  # of one rank is that of all
             state.agree()
-            if state.stop is not None and not (state.stop.is_finished and state.is_epoch_end):
-                self.save_stopped()
             if state.stop is not None:
+                self.save_stopped(state.stop)
                 break
             if state.is_save_due and not state.is_epoch_end:  # else it is saved with the epoch
                 self.checkpointer.save(self)
@@ -197,21 +184,16 @@ class FinchFullFinetune(FTRecipeInterface):
         self.metrics_log.end_epoch()
         # Counted before the hooks write theirs: an epoch without a folder is ended, and validated, once more.
         lines = self.metrics_log.num_lines()
-        found = self.hooks.each(lambda hook: hook.after_epoch(state))
-        metrics = {name: value for each in found for name, value in (each or {}).items()}
+        metrics = self.hooks.after_epoch(state)
         state.agree()
-        name = f"epoch_{state.epoch}"
+        name, best = f"epoch_{state.epoch}", update_best(state.best, state.select_by, f"epoch_{state.epoch}", metrics)
         is_end = state.epoch + 1 == cfg.epochs or state.stop is not None
-        is_every = not (cfg.save_last_epoch_only or cfg.save_best_only)
-        is_written = is_end or is_every
-        if cfg.save_best_only and not cfg.save_last_epoch_only:
-            is_better = update_best(state.best, state.select_by, name, metrics) is not state.best
-            is_written = is_better or (is_end and state.best is None)
+        is_written = is_epoch_written(cfg, state.best, best, is_end=is_end)
         is_exported = is_written and self.export(name)
         if is_exported:
-            state.best = update_best(state.best, state.select_by, name, metrics)
-            if state.best is not None:
-                self.run.link(run_files.BEST, self.exported(state.best["epoch"]))
+            state.best = best
+            if best is not None:
+                self.run.link(run_files.BEST, self.exported(best["epoch"]))
         elif is_written and is_end:
             self.checkpointer.save(self, wait=True, metrics_lines=lines)
             raise self.run.no_room()
@@ -219,17 +201,18 @@ class FinchFullFinetune(FTRecipeInterface):
             self.hooks.each(lambda hook: hook.after_export(state, name if is_exported else None))
         state.epoch, state.consumed = state.epoch + 1, 0
         # A run that has ended within its epoch has saved that state, from which it can go on, unless it is light.
-        if (is_end or is_every or state.is_save_due) and (state.is_epoch_end or self.checkpointer.is_light):
+        is_due = is_end or state.is_save_due or not (cfg.save_last_epoch_only or cfg.save_best_only)
+        if is_due and (state.is_epoch_end or self.checkpointer.is_light):
             self.checkpointer.save(self, wait=is_end, is_end=is_end)
 
-    def save_stopped(self) -> None:
+    def save_stopped(self, stop: Stop) -> None:
         """Saves the state where a hook has ended the run within an epoch, or a signal anywhere."""
-        stop = self.state.stop
+        if stop.is_finished and self.state.is_epoch_end:
+            return
         self.metrics_log.end_epoch()
-        if stop is not None and not (stop.is_finished and self.checkpointer.is_light):
-            is_saved = self.checkpointer.save(self, wait=True)
-            if not stop.is_finished:
-                self.interrupted = self.run.interrupt(stop, self.state.step, is_saved=is_saved)
+        is_saved = not (stop.is_finished and self.checkpointer.is_light) and self.checkpointer.save(self, wait=True)
+        if not stop.is_finished:
+            self.interrupted = self.run.interrupt(stop, self.state.step, is_saved=is_saved)
 
     def close(self) -> None:
         """After any end: writes pending metrics, and waits for a checkpoint that is being written."""

@@ -44,7 +44,7 @@ _COMMANDS = {
 }
 """The commands by group and name: the module below ``finch``, with ``main`` and perhaps ``add_arguments``, and what it does."""
 _MODES = {
-    "run": ("--slurm", "cli.slurm", "check a run's config and submit it with sbatch"),
+    "run": ("--slurm", "cli.slurm_submit", "check a run's config and submit it with sbatch"),
     "check": ("--exact", "plan.commands.estimate", "memory, collectives and time of a step, from one on fake tensors"),
     "average": (
         "--tuned DIR",

@@ -36,8 +36,8 @@ from finch.evaluation.choice import Choice
 from finch.evaluation.wise_ft import blend, wise_ft
 from finch.models.lora import without_lora
 from finch.probes.evaluation import evaluate
+from finch.probes.kinds import read_rows
 from finch.probes.probes import own_answers, read_probes, selection_key
-from finch.probes.rows import read_rows
 from finch.training.checkpointer import TrainState
 from finch.training.hooks import Hook, Trainer
 from finch.training.loaded_model import LoadedModel

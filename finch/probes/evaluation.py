@@ -10,7 +10,7 @@ from torch import nn
 from finch.data.loader import REFERENCES, Batch, EvalLoader, EvalSettings
 from finch.data.prompts import num_targets
 from finch.objectives.divergence import divergence
-from finch.probes.rows import ProbeRows, Question
+from finch.probes.kinds import ProbeRows, Question
 from finch.training.readouts import Readout, kl_from
 from finch.training.reference import iter_outputs
 

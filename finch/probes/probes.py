@@ -27,7 +27,7 @@ from finch.objectives import DFT, STM, TALR
 from finch.objectives.divergence import scale
 from finch.objectives.replay import uniform_draws
 from finch.probes.evaluation import evaluate
-from finch.probes.rows import ProbeRows, read_rows
+from finch.probes.kinds import ProbeRows, read_rows
 from finch.training.checkpointer import TrainState
 from finch.training.hooks import Hook, Trainer
 from finch.training.own_answers import OwnAnswers, generate

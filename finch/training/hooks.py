@@ -113,6 +113,17 @@ class Hooks(dict[str, Hook]):
         """What ``call`` returns for every hook: all are asked, since any of them may hold a collective."""
         return list(map(call, self.values()))
 
+    def after_step(self, state: TrainState) -> None:
+        """Each sees what those before it have measured."""
+        state.is_synced = any(self.each(lambda hook: hook.wants_sync(state.step)))
+        for hook in self.values():
+            state.metrics.update(hook.after_step(state) or {})
+
+    def after_epoch(self, state: TrainState) -> dict[str, float]:
+        """What all hooks have measured."""
+        found = self.each(lambda hook: hook.after_epoch(state))
+        return {name: value for each in found for name, value in (each or {}).items()}
+
 
 class Preemption(Hook):
     """SIGTERM, SIGUSR1 and Ctrl-C end the run after the current step; the watchdog knows whether this rank is in a step."""

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 from omegaconf import DictConfig
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -23,6 +23,7 @@ from finch.optim.finch_lr import AUTO_ETA_MAX
 from finch.optim.optimizer_variants import adapt, on_local_shards, optimizers_in_backward, stochastic_optimizer
 from finch.optim.torch_lr import TorchLR
 from finch.training.chunked_loss import TokenLoss
+from finch.training.clipping import divisor, grad_norm, scale_gradients
 from finch.training.reference import ReferenceLosses
 
 Schedule: TypeAlias = FinchLR | ReplayLR | TorchLR
@@ -72,11 +73,9 @@ class Update:
         parameters = list(self._model.trained_parameters().values())
         norm = grad_norm(parameters)
         if self._clip_grad_norm is not None and self.clips_in_kernel:
-            # The kernel divides by it as it reads the gradients: no pass of its own scales them.
-            self._scale = ((norm + 1e-6) / self._clip_grad_norm).clamp(min=1.0).float()  # as clip_grads_with_norm_
+            self._scale = divisor(norm, self._clip_grad_norm)
         elif self._clip_grad_norm is not None:
-            gradients = [dtensor.to_local(each.grad) for each in parameters if each.grad is not None]
-            torch._foreach_mul_(gradients, (self._clip_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+            scale_gradients(parameters, norm, self._clip_grad_norm)
         return norm.to(self._parallel.device, non_blocking=True)  # offloaded gradients live on the CPU
 
     @property
@@ -92,31 +91,6 @@ class Update:
             if self._scale is not None:  # the protocol of torch.amp.GradScaler; schedules of a loss reset it
                 vars(self.optimizers[0]).update(grad_scale=self._scale)
             self.optimizers[0].step()
-
-
-@torch.no_grad()
-def grad_norm(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """The 2-norm of all gradients over all shards, [], in fp32 or wider; a collective where they are sharded."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    dtype = torch.float64 if any(each.dtype == torch.float64 for each in gradients) else torch.float32
-    # Not get_total_norm, which returns the norm of bf16 gradients in bf16: up to 0.4% off.
-    norms = [_norm(group, dtype) for group in dtensor.group_by_mesh(gradients, by_placements=True)]
-    if not norms:
-        return torch.zeros(())
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-
-
-def _norm(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """[] of gradients that are sharded alike; a collective where they are. The shards are plain tensors: norms of DTensors take the host three
-    times as long."""
-    norms = torch.stack(torch._foreach_norm([dtensor.to_local(each) for each in gradients], 2, dtype))
-    if isinstance(first := gradients[0], DTensor):
-        for dimension, placement in enumerate(first.placements):
-            if not placement.is_replicate():  # FSDP2's shards under tensor parallelism are of another class than Shard
-                norms = norms.square()
-                distributed.all_reduce(norms, group=first.device_mesh.get_group(dimension))
-                norms = norms.sqrt()
-    return torch.linalg.vector_norm(norms)
 
 
 class UpdateInBackward(Update):

@@ -536,6 +536,13 @@ def update_best(
     return {"epoch": name, key: value} if old is None or sign * value < sign * old else best
 
 
+def is_epoch_written(cfg: DictConfig, best: Any, new_best: Any, *, is_end: bool) -> bool:
+    """Whether an epoch has a folder; ``best``, ``new_best``: the best one without and with it, see :func:`update_best`."""
+    if cfg.save_best_only and not cfg.save_last_epoch_only:
+        return new_best is not best or (is_end and best is None)
+    return is_end or not cfg.save_last_epoch_only
+
+
 def describe_best(best: Mapping[str, Any]) -> str:
     """The metric of the best epoch and its value: ``validation loss 2.5000 nats``."""
     key = next(name for name in best if name != "epoch")

@@ -7,7 +7,7 @@ import pytest
 from helpers.evaluation import read_lines
 
 from finch.data.skills import skill_rows
-from finch.probes.rows import question_of
+from finch.probes.kinds import question_of
 
 ROWS = skill_rows()
 SKILLS = Counter(row["skill"] for row in ROWS)

@@ -140,7 +140,7 @@ def test_moved_base_interrupted_search_and_metrics_that_do_not_fall(run, base_fo
 def test_adapters_average_as_their_merged_model(tiny, tmp_path, monkeypatch):
     """The KL divergence on finch's prompts, without a probe; alpha 0.5 of W + B A is W + 0.5 B A."""
     changes = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2}, "epochs": 2}
-    monkeypatch.setattr("finch.probes.rows.skill_rows", lambda number: [{"prompt": "the old red fox"}] * 3)
+    monkeypatch.setattr("finch.probes.kinds.skill_rows", lambda number: [{"prompt": "the old red fox"}] * 3)
     run = finished(tmp_path, tiny(is_validated=True, model=LORA_MODEL, **changes), recipe=LORA).folder
     lines = average(run, Choice(alpha=0.5))
     assert lines[0].startswith("alpha 0.5, as given")

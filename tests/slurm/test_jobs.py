@@ -22,7 +22,7 @@ from helpers.runs import (
 from helpers.slurm_lab import ENDED, processes_with
 
 from finch.cli import main as cli
-from finch.cli.slurm import SCRIPT
+from finch.cli.slurm_submit import SCRIPT
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from helpers.runs import ROOT
 
-from finch.cli.slurm import SCRIPT
+from finch.cli.slurm_submit import SCRIPT
 
 SCRIPT = ROOT / "slurm" / SCRIPT
 

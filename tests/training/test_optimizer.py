@@ -13,7 +13,8 @@ from torch import nn
 from finch import FinchLR
 from finch.distributed.parallel import Parallel
 from finch.optim.torch_lr import TorchLR
-from finch.training.optimizer import Update, grad_norm
+from finch.training.clipping import grad_norm
+from finch.training.optimizer import Update
 
 
 def weights(dtype: torch.dtype) -> dict[str, nn.Parameter]:
@@ -74,7 +75,7 @@ def test_steps_on_local_shards_are_those_on_dtensors_bit_for_bit(tmp_path) -> No
         from torch.distributed.tensor import DTensor
         from finch.base.dtensor import full_tensor
         from finch.optim.optimizer_variants import on_local_shards
-        from finch.training.optimizer import grad_norm
+        from finch.training.clipping import grad_norm
 
         dist.init_process_group("gloo")
 
@@ -122,7 +123,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finch.optim.optimizer_variants import on_local_shards
-from finch.training.optimizer import grad_norm
+from finch.training.clipping import grad_norm
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
 calls = []

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finch.base.errors import UserError
-from finch.cli.slurm import add_script, complete_options, read_script, split_options, submit
+from finch.cli.slurm_submit import add_script, complete_options, read_script, split_options, submit
 
 SCRIPT = "finch_titan.sbatch"
 

@@ -97,7 +97,7 @@ def complete(
         data = _data(given, reads_rows=False)[0] if _is_open(given, "dataset") else {}
         return _fill_in(file_blocks, {**chosen, **data, "batch_size": 1}), []
     from finch.distributed.parallel import launched_ranks
-    from finch.probes.rows import NUM_SKILL_ROWS
+    from finch.probes.kinds import NUM_SKILL_ROWS
 
     ranks = ranks or launched_ranks()
     num_parameters = _num_parameters(folder)

@@ -227,8 +227,8 @@ class Report:
         self._print(f"{source}, {len(prompts.tokens):,} rows, answers of up to {settings.max_new_tokens} tokens")
 
     def _check_probe(self, cfg: DictConfig, name: str, tokenizer: Any, model: Any) -> None:
+        from finch.probes.kinds import read_rows
         from finch.probes.probes import read_probes
-        from finch.probes.rows import read_rows
 
         settings = read_probes(cfg)[name]
         rows = read_rows(name, settings, tokenizer, getattr(model, "max_seq_len", None))

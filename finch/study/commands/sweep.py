@@ -27,7 +27,7 @@ from finch.base.files import atomic_file, existing_part, gigabytes, make_folder,
 from finch.base.log import logger
 from finch.cli.early_checks import build_model, config_checks, machine_checks, only_errors_logged, read_job
 from finch.cli.run import number_of_ranks
-from finch.cli.slurm import (
+from finch.cli.slurm_submit import (
     SCRIPT,
     JobOptions,
     absolute,

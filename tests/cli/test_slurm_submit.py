@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from helpers.runs import ROOT, finch
 
-from finch.cli import slurm
+from finch.cli import slurm_submit
 
-SCRIPT = ROOT / "slurm" / slurm.SCRIPT
+SCRIPT = ROOT / "slurm" / slurm_submit.SCRIPT
 SBATCH = """#!/usr/bin/env bash
 (IFS='|'; echo "$*") > "$0.arguments"
 env | grep ^FINCH_ | sort > "$0.settings"
@@ -153,7 +153,7 @@ def test_submit_reports_what_sbatch_says(capsys):
 def test_seconds_of_reads_slurms_time_limits():
     limits = {"5": 300, "5:30": 330, "1:05:30": 3930, "2-3": 183600, "2-3:04": 183840, "2-3:04:05": 183845}
     for limit, seconds in {**limits, "0": None, "UNLIMITED": None}.items():
-        assert slurm.seconds_of(limit) == seconds, limit
+        assert slurm_submit.seconds_of(limit) == seconds, limit
 
 
 def test_titan_separates_arguments_from_options(capsys, tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from finch.base.errors import UserError
-from finch.probes.rows import Question, is_multiple_choice, question_of
+from finch.probes.kinds import Question, is_multiple_choice, question_of
 
 CHOICES = ["one", "two", "three"]
 RIGHT = Question("q", ("one", "two", "three"), 1, True)
