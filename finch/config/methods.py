@@ -45,6 +45,8 @@ SFT: Blocks = {
     "self_replay": None,
 }
 
+FINCH: Blocks = {"lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": 5.0e-5, "ema": 0.9, "init": "dataset"}}
+
 _PLAIN_CROSS_ENTROPY = ("CrossEntropyLoss", "CEWithChunkedOutputLoss", "LinearCrossEntropyLoss")
 
 KL_PENALTY: Blocks = {"kl_penalty": {"_component_": "finch.regularization.KL", "strength": 0.1, "reference": "online"}}
@@ -133,7 +135,11 @@ METHODS: dict[str, Method] = {
     ),
     "finch": Method(
         "a learning rate that follows the loss: min(eta_base / sqrt(EMA of the loss), eta_max), eta_base = optimizer.lr",
-        {"lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": 5.0e-5, "ema": 0.9, "init": "dataset"}},
+        FINCH,
+    ),
+    "preserve": Method(
+        "finch with self_replay, and average=auto at the end: what forgets least here (docs/choose.md has what was measured)",
+        {**FINCH, "self_replay": {}, "average": "auto"},
     ),
     "flow": Method(
         "sequences with a low loss under the pretrained model weigh more",
@@ -175,7 +181,7 @@ METHODS: dict[str, Method] = {
         _require_log,
     ),
 }
-FOR_COMPARISONS = METHODS.keys() - {"sft", "finch", "kl", "self_replay", "lora"}
+FOR_COMPARISONS = METHODS.keys() - {"sft", "finch", "preserve", "kl", "self_replay", "lora"}
 """Those whose use is to repeat what a paper compares, which `finch list` has apart."""
 
 
@@ -234,7 +240,7 @@ def apply_method(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, lis
             if key != "model":  # LoRA's: resolved later, since the command line may name the builder
                 blocks[key] = _keep_settings(block, file_blocks.get(key))
     # LORA_LR is above the cap of full fine-tuning: the rate would be that cap throughout.
-    if {"finch", "lora"} <= set(names):
+    if {"finch", "preserve"} & set(names) and "lora" in names:
         blocks["lr_scheduler"]["eta_max"] = "auto"
     return blocks, remaining, names
 
@@ -256,7 +262,7 @@ def log_method(names: list[str], cfg: DictConfig) -> None:
     """Logs the method's blocks, and for wise_ft the command to start when the run has ended."""
     if not names:
         return
-    values = {key: cfg.get(key) for key in SFT}
+    values = {key: cfg.get(key) for key in {**SFT, **(METHODS["preserve"].blocks if "preserve" in names else {})}}
     blocks = ", ".join(
         f"{key} {component_of(node) or ('null' if node is None else 'on')}" for key, node in values.items()
     )

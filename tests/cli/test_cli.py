@@ -205,7 +205,7 @@ def test_models_lists_every_family(capsys):
 @pytest.mark.parametrize(
     ("command", "word", "names"),
     [
-        ("methods", "REPLAY", ["self_replay"]),
+        ("methods", "REPLAY", ["preserve", "self_replay"]),
         ("models", "gemma-2b", ["gemma"]),
         ("configs", "qwen3/4B_S", ["qwen3/4B_sft"]),
     ],

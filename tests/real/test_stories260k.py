@@ -1,6 +1,9 @@
 """A real pretrained model on real rows, with the configs as they are shipped. Skips where the data is absent."""
 
+import json
+
 import pytest
+import torch
 import yaml
 from helpers.runs import finished, stock_losses
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -36,3 +39,34 @@ def test_stories260k_sft_equals_the_stock_recipe(shared_data, tmp_path):
     stock = stock_losses(tmp_path, {**config, "optimizer_in_bwd": False, "compile": False})
     assert len(stock) == 10
     assert run.column("loss") == pytest.approx(stock, rel=5e-6)
+
+
+@pytest.mark.slow
+def test_preserve_forgets_less_than_half_at_an_equal_training_loss(shared_data, tmp_path):
+    """Forgotten is the rise of the loss on the stories that the model was pretrained on."""
+    lines = (shared_data / "tinystories/stories.jsonl").read_text().splitlines()[:48]
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "stories260k")
+    stories = [tokenizer(json.loads(line)["text"], return_tensors="pt").input_ids[:, :256] for line in lines]
+
+    @torch.no_grad()
+    def loss(folder):
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        sums = [model(tokens, labels=tokens).loss * (tokens.shape[1] - 1) for tokens in stories]
+        return float(sum(sums)) / sum(tokens.shape[1] - 1 for tokens in stories)
+
+    config, start, found = config_of("tofu_finch", shared_data), loss(shared_data / "stories260k"), {}
+    words = [
+        "batch_size=16",
+        "gradient_accumulation_steps=1",
+        "dataset.split=train[:160]",
+        "epochs=4",
+        "optimizer.lr=1e-3",
+    ]
+    for method in ("sft", "preserve"):
+        run = finished(tmp_path / method, config, *words, f"method={method}")
+        folder = run.folder
+        found[method] = run.column("loss")[-1], loss(folder / "epoch_3") - start
+    (sft, forgotten), (preserve, preserved) = found.values()
+    assert preserve == pytest.approx(sft, abs=0.1)
+    assert 0 < preserved < forgotten / 2
+    assert 0 < loss(folder / "average/model") - start < forgotten / 4  # which has learned three quarters of it
