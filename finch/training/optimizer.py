@@ -49,6 +49,7 @@ class Update:
     ) -> None:
         self.optimizers, self.schedule = optimizers, schedule
         self._model, self._parallel = model, parallel
+        self._parameters = list(model.trained_parameters().values())  # to walk through the model takes the host milliseconds
         self._clip_grad_norm = None if clip_grad_norm is None else float(clip_grad_norm)  # YAML's 1e-5 is text
         is_fused = all(getattr(each, "_step_supports_amp_scaling", False) for each in optimizers)
         self.clips_in_kernel = is_fused and parallel.device.type == "cuda"
@@ -70,13 +71,16 @@ class Update:
     @torch.no_grad()
     def clip(self) -> torch.Tensor | None:
         """Clips to ``clip_grad_norm`` if set; returns the norm before clipping, [], over all ranks' shards; a collective."""
-        parameters = list(self._model.trained_parameters().values())
-        norm = grad_norm(parameters)
+        norm = grad_norm(self._parameters)
         if self._clip_grad_norm is not None and self.clips_in_kernel:
             self._scale = divisor(norm, self._clip_grad_norm)
         elif self._clip_grad_norm is not None:
-            scale_gradients(parameters, norm, self._clip_grad_norm)
+            scale_gradients(self._parameters, norm, self._clip_grad_norm)
         return norm.to(self._parallel.device, non_blocking=True)  # offloaded gradients live on the CPU
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
 
     @property
     def nonfinite(self) -> str:

@@ -58,5 +58,5 @@ class TrainStep:
         self.loss.finish()
         rate = self.update.schedule.metrics()
         metrics = {"loss": loss, **rate, **norms, **self.loss.metrics()}
-        self.model.zero_grad(set_to_none=True)
+        self.update.zero_grad()
         return {**metrics, "num_target_tokens": targets}
