@@ -82,9 +82,9 @@ def make_batch():
     return {"tokens": tokens, "labels": labels, "targets": targets, "pretrained_token_loss": pretrained}
 
 
-def make_decoder(name):
+def make_decoder(name, **changes):
     torch.manual_seed(0)
-    decoder = DECODERS[name](**llama_args()).double()
+    decoder = DECODERS[name](**{**llama_args(), **changes}).double()
     if name in ("frozen", "adapter"):
         for weight_name, weight in decoder.named_parameters():
             weight.requires_grad_("lora" in weight_name)
@@ -182,14 +182,16 @@ def test_loss_memory_is_an_eighth_of_the_logits(name, monkeypatch):
 
 
 def gradient_of(name, group=None, policy=None):
-    """The gradients of two micro-batches, by FSDP2 on this rank's half of the rows, or of all rows without a group."""
-    decoder, batch = make_decoder(name), make_batch()
+    """The gradients of two micro-batches, by FSDP2 on this rank's half of the rows, or of all rows without a group; three layers in two groups."""
+    decoder, batch = make_decoder(name, num_layers=3), make_batch()
     model, tokens, labels = TokenLoss(decoder, 3), batch["tokens"][:4], batch["labels"][:4]
     scale = 1 / (labels != -100).sum().double()
     if group is not None:
         if policy is not None:
             model.float()
-        fsdp.shard_model(model, decoder.layers, group, mixed_precision=policy)
+        layers = fsdp.layer_groups(decoder.layers, nbytes=1, size=2)
+        fsdp.shard_model(model, layers, group, mixed_precision=policy)
+        fsdp.prefetch(layers)
         tokens, labels, scale = tokens.chunk(2)[group.rank], labels.chunk(2)[group.rank], 2 * scale
     inputs = {"tokens": tokens, "labels": labels, "targets": (labels.flatten() != -100).nonzero().squeeze(1)}
     weighting = Weighting(lambda outputs: torch.exp(-outputs["loss"] / 3), True, scale)
