@@ -224,7 +224,8 @@ def _times(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         text = _LIMITS[name].format(**{**rates, "node_bandwidth_gb_s": between})
         yield "" if number else "time", f"{value:.3f} s of {text}"
     if len(seconds) == 1:
-        yield "", f"for the rest give --rates, or {', '.join(_RATES)}"
+        others = ", ".join(option for option in _RATES if not option.endswith("-us"))
+        yield "", f"for the rest give --rates, or {others}"
         return
     bound = max(seconds, key=seconds.__getitem__)
     least, most = seconds[bound], sum(seconds.values())
