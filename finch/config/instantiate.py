@@ -74,8 +74,11 @@ def locate(path: str, key: str) -> Any:
         ) from error
 
 
-def arguments_in_source(path: str) -> list[str] | None:
-    """The names of a component's arguments, as its source has them; nothing is imported. None: it accepts any, or they are not plain to see."""
+def arguments_in_source(path: str, *importers: str) -> list[str] | None:
+    """The names of a component's arguments, as its source has them; nothing is imported. None: it accepts any, or they are not plain to see.
+    ``importers``: the paths under which sources have named it so far."""
+    if path in importers:  # a module that its own package imports
+        return None
     package, _, name = path.rpartition(".")
     top, *parts = package.split(".")
     try:
@@ -91,7 +94,7 @@ def arguments_in_source(path: str) -> list[str] | None:
                 if name == (alias.asname or alias.name):
                     own = package if file.name == "__init__.py" else package.rpartition(".")[0]
                     origin = importlib.util.resolve_name("." * node.level + (node.module or ""), own)
-                    return arguments_in_source(f"{origin}.{alias.name}")
+                    return arguments_in_source(f"{origin}.{alias.name}", path, *importers)
         elif isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
             inner = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
             function = node if isinstance(node, ast.FunctionDef) else inner[0] if inner else None

@@ -49,7 +49,8 @@ class Update:
     ) -> None:
         self.optimizers, self.schedule = optimizers, schedule
         self._model, self._parallel = model, parallel
-        self._parameters = list(model.trained_parameters().values())  # to walk through the model takes the host milliseconds
+        # Once: to walk through the model takes the host milliseconds.
+        self._parameters = list(model.trained_parameters().values())
         self._clip_grad_norm = None if clip_grad_norm is None else float(clip_grad_norm)  # YAML's 1e-5 is text
         is_fused = all(getattr(each, "_step_supports_amp_scaling", False) for each in optimizers)
         self.clips_in_kernel = is_fused and parallel.device.type == "cuda"

@@ -3,7 +3,7 @@
 import pytest
 
 from finch.base.errors import UserError
-from finch.config.instantiate import build, config_names, did_you_mean, find_config
+from finch.config.instantiate import arguments_in_source, build, config_names, did_you_mean, find_config
 
 
 def test_find_config_by_name_and_by_path(tmp_path):
@@ -30,3 +30,8 @@ def test_did_you_mean():
 def test_build_names_the_key_of_a_failing_component():
     with pytest.raises(UserError, match=r"model: torchtune\.models\.llama2\.llama2 cannot be built: TypeError"):
         build({"_component_": "torchtune.models.llama2.llama2"}, "model")
+
+
+def test_arguments_are_those_of_the_source():
+    assert arguments_in_source("finch.FinchLR")[:2] == ["optimizer", "eta_max"]
+    assert arguments_in_source("torchtune.models") is None  # a module, which its package imports by its own name
