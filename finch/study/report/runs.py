@@ -219,8 +219,9 @@ def method_of_config(config: Mapping[str, Any]) -> str:
         blocks = [item for item in method.blocks.items() if item[0] != "model"]
         if name != "sft" and blocks and all(has(*item) for item in blocks):
             names.append(name)
-    if "asft" in names:  # has the blocks of both
-        names = [name for name in names if name not in ("dft", "kl")]
+    # asft and preserve have the blocks of others, which are not named with them.
+    found = {name: METHODS[name].blocks.items() for name in names}
+    names = [name for name, blocks in found.items() if not any(blocks < others for others in found.values())]
     if _builder(config).startswith(("lora_", "qlora_")):
         names.append("lora")
     return "+".join(names) or "sft"
