@@ -124,9 +124,10 @@ def _stored_points() -> dict[str, list[tuple[float, float]]]:
                 content = archive.extractfile(member)
                 assert content is not None
                 tasks = json.load(content)["tasks"]
-                method, _, rest = Path(member.name).parts[1].partition("_lr_scheduler-None_")
-                key = (method, rest.partition("_seed")[0]) if rest else ("pretrained", "")
-                found[key].append((tasks["train"]["score"], tasks["own_answers_kl"]["score"]))
+                cell = re.fullmatch(r"(.+)_(?:lr_scheduler-None|eta_max-auto)_(.+)_seed\d", Path(member.name).parts[1])
+                found[(cell[1], cell[2]) if cell else ("pretrained", "")].append(
+                    (tasks["train"]["score"], tasks["own_answers_kl"]["score"])
+                )
     points = defaultdict(list)
     for (method, _), pairs in found.items():
         points[method].append((fmean(x for x, _ in pairs), fmean(y for _, y in pairs)))
