@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,9 @@ def load_batches(
     samples: Dataset[Any], batches: list[list[int]], collate: Collate, *, num_workers: int = 0, pin_memory: bool = False
 ) -> Iterator[Batch]:
     """The micro-batches of row indices, on the host."""
+    if num_workers:
+        # A forked worker that collects what is garbage here, such as a process group, waits for threads that only this process has.
+        gc.collect()
     return iter(
         DataLoader(
             samples,
