@@ -3,9 +3,9 @@
     python -m benchmarks.host_time [--ranks 1,8] [--layers 36] [KEY=VALUE ...]
 
 Qwen3-4B's layers and the shipped config with other sizes, on a CPU, the way a GPU takes: one attention call per layer, fused norms, the learning
-rate and the clipping in the optimizer's kernel. The attention's kernels only allocate, a layer norm stands for the RMS norm: both are one
-operator. Ranks are torch's fake ones: collectives return at once. Milliseconds of process time per step, in all and by part: the least of 40, since other work
-on the machine only adds; and the estimate of `finch check --exact` at this machine's rates.
+rate and the clipping in the optimizer's kernel. The attention kernels allocate their outputs and compute nothing; a layer norm replaces the
+RMS norm: each is one operator. Ranks are torch's fake ones: collectives return at once. Milliseconds of process time per step, in all and by part:
+the least of 40, since other work on the machine only adds; and the estimate of `finch check --exact` at this machine's rates.
 """
 
 from __future__ import annotations

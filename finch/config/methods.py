@@ -262,7 +262,7 @@ def log_method(names: list[str], cfg: DictConfig) -> None:
     """Logs the method's blocks, and for wise_ft the command to start when the run has ended."""
     if not names:
         return
-    values = {key: cfg.get(key) for key in {**SFT, **(METHODS["preserve"].blocks if "preserve" in names else {})}}
+    values = {key: cfg.get(key) for name in ("sft", *names) for key in METHODS[name].blocks if key != "model"}
     blocks = ", ".join(
         f"{key} {component_of(node) or ('null' if node is None else 'on')}" for key, node in values.items()
     )

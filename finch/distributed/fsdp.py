@@ -63,8 +63,7 @@ def shard_model(
 
 def layer_groups(layers: Iterable[T], nbytes: int, size: int | None) -> list[list[T]]:
     """The layers of a model in groups of ``size``; None: of as many as help. ``nbytes``: of a layer, gathered."""
-    size = size or min(MOST_LAYERS, max(1, MOST_BYTES // nbytes))
-    layers = list(layers)
+    layers, size = list(layers), size or min(MOST_LAYERS, max(1, MOST_BYTES // nbytes))
     return [layers[start : start + size] for start in range(0, len(layers), size)]
 
 

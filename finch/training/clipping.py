@@ -39,7 +39,7 @@ def _norm(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
 
 
 def divisor(norm: torch.Tensor, limit: float) -> torch.Tensor:
-    """[] what a fused optimizer's kernel divides the gradients by as it reads them: no pass of its own scales them."""
+    """[] what a fused optimizer's kernel divides the gradients by when it reads them, without a separate scaling pass."""
     return ((norm + _EPS) / limit).clamp(min=1.0).float()
 
 

@@ -52,8 +52,7 @@ class Update:
         # Once: to walk through the model takes the host milliseconds.
         self._parameters = list(model.trained_parameters().values())
         self._clip_grad_norm = None if clip_grad_norm is None else float(clip_grad_norm)  # YAML's 1e-5 is text
-        is_fused = all(getattr(each, "_step_supports_amp_scaling", False) for each in optimizers)
-        self.clips_in_kernel = is_fused and parallel.device.type == "cuda"
+        self.clips_in_kernel = are_fused(optimizers) and parallel.device.type == "cuda"
         self._scale: torch.Tensor | None = None
         self._last_loss = torch.zeros(())
 
@@ -96,6 +95,11 @@ class Update:
             if self._scale is not None:  # the protocol of torch.amp.GradScaler; schedules of a loss reset it
                 vars(self.optimizers[0]).update(grad_scale=self._scale)
             self.optimizers[0].step()
+
+
+def are_fused(optimizers: Sequence[Optimizer]) -> bool:
+    """Whether their kernels take a divisor of the gradients, and whether to skip."""
+    return all(getattr(each, "_step_supports_amp_scaling", False) for each in optimizers)
 
 
 class UpdateInBackward(Update):

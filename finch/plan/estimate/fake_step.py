@@ -54,7 +54,14 @@ from finch.plan.estimate.step_trace import (
 )
 from finch.training.kl_penalty import build_kl
 from finch.training.loaded_model import LoadedModel
-from finch.training.optimizer import build_optimizers, build_schedule, is_finch, make_update, optimizer_bytes
+from finch.training.optimizer import (
+    are_fused,
+    build_optimizers,
+    build_schedule,
+    is_finch,
+    make_update,
+    optimizer_bytes,
+)
 from finch.training.self_replay import replayed_rows
 from finch.training.step import TrainStep
 from finch.training.step_loss import StepLoss, StepMedian
@@ -294,14 +301,14 @@ class FakeStep:
                 optimizer.step()
         self.model.zero_grad(set_to_none=True)
         update = make_update(cfg, self.model, optimizers, self._build_schedule(optimizers), self.parallel)
-        update.clips_in_kernel = cfg.device != "cpu" and _are_fused(optimizers)
+        update.clips_in_kernel = cfg.device != "cpu" and are_fused(optimizers)
         each = cfg.fsdp_reduce_every_micro_batch
         return TrainStep(self.model, self.loss, update, self.parallel, _CPU, reduces_each=each)
 
     def _build_schedule(self, optimizers: Sequence[torch.optim.Optimizer]) -> Any:
         """FinchLR where it reads no loss on the host, as on CUDA with a fused optimizer; otherwise a stand-in, which allocates nothing."""
         cfg = self.cfg
-        if not is_finch(cfg) or not _are_fused(optimizers):
+        if not is_finch(cfg) or not are_fused(optimizers):
             return SimpleNamespace(step=lambda *_: True, metrics=dict)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -337,10 +344,6 @@ class _CountedStates(torch.optim.Optimizer):
                 if parameter.grad is not None and not self.state[parameter]:
                     size = int(to_local(parameter).numel() * self._bytes_per_parameter)
                     self.state[parameter]["states"] = torch.empty(size, dtype=torch.uint8)
-
-
-def _are_fused(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-    return all(getattr(each, "_step_supports_amp_scaling", False) for each in optimizers)
 
 
 def _compiles_a_kernel(cfg: DictConfig, precision: Precision) -> bool:

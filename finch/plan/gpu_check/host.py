@@ -60,5 +60,5 @@ def _step(folder: Path, ranks: int) -> tuple[float, StepEstimate]:
 
 
 def _as_one_operator(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
-    """What stands for a GPU's fused norm: a CPU takes an RMS norm apart."""
+    """One operator in place of a GPU's fused RMS norm, which on a CPU is several."""
     return F.layer_norm(x, norm.normalized_shape, norm.scale, None, norm.eps)
