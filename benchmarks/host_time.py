@@ -29,7 +29,7 @@ from finch.objectives import IGNORE_INDEX
 from finch.plan.estimate.fake_step import estimate_step, fake_group
 from finch.plan.estimate.formula import Rows
 from finch.plan.estimate.step_time import Rates
-from finch.plan.gpu_check.host import host_rates
+from finch.plan.gpu_check.host import host_rates, take_every_step
 from finch.plan.gpu_check.models import PREFIX, TINY_SIZE, qwen3_model, random_rows, step_config
 from finch.plan.gpu_check.step import Step
 from finch.training import loaded_model, model, varlen_attention
@@ -72,6 +72,7 @@ def _row(folder: Path, ranks: int, layers: int, changes: dict[str, Any], rates: 
 def measure(step: Step) -> dict[str, list[float]]:
     """Seconds of process time of each step, in all and of its parts."""
     step.on_gradients = lambda: None
+    take_every_step(step)
     update, seconds = step.step.update, defaultdict[str, list[float]](list)
     update.clips_in_kernel = True
     for group in update.optimizers[0].param_groups:

@@ -19,7 +19,9 @@ _ROW_TOKENS, _LONG_TOKENS = BATCH * sum(TOKENS) // 2, 8 * 4096
 def run(check: Check) -> None:
     device, is_cpu = torch.device(check.device), check.device == "cpu"
     measures = {COPY: functools.partial(copy_rate, device)}
-    measures |= {name: functools.partial(_host_rate, number) for number, name in enumerate((LAUNCH, COLLECTIVE))}
+    measures |= {
+        name: functools.partial(_host_rate, check.device, number) for number, name in enumerate((LAUNCH, COLLECTIVE))
+    }
     for dtype, tokens in ((torch.float32, _ROW_TOKENS), (torch.bfloat16, _ROW_TOKENS), (torch.bfloat16, _LONG_TOKENS)):
         name = f"{MATRIX_PRODUCTS} {tokens:,} tokens, {str(dtype).removeprefix('torch.')}, TFLOP/s"
         if is_cpu and dtype == torch.bfloat16:
@@ -53,8 +55,8 @@ def copy_rate(device: torch.device) -> float:
     return 2 * len(source) / seconds_per_call(lambda: target.copy_(source)) / 1e9
 
 
-def _host_rate(number: int) -> float:
-    return host_rates()[number]
+def _host_rate(device: str, number: int) -> float:
+    return host_rates(device)[number]
 
 
 def _num_bytes(device: torch.device) -> int:
