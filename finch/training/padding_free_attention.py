@@ -118,7 +118,8 @@ def _call_once(layer: MultiHeadAttention, padded: AttentionCall) -> AttentionCal
             q, k = layer.q_norm(q), layer.k_norm(k)
         if layer.pos_embeddings is not None:
             q, k = (layer.pos_embeddings(each, input_pos=input_pos) for each in (q, k))
-        output = varlen_attention(q[0], k[0], v[0], mask)
+        # views without a gradient of their own: that of `q[0]` fills a tensor with zeros first
+        output = varlen_attention(q.squeeze(0), k.squeeze(0), v.squeeze(0), mask)
         return layer.output_proj(output.flatten(-2)[None])
 
     return forward

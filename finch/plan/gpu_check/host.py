@@ -3,6 +3,7 @@ kernels take next to no time."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import tempfile
 import time
@@ -46,13 +47,11 @@ def _step(folder: Path, ranks: int, device: str = "cpu") -> tuple[float, StepEst
     is_cpu, seconds = device == "cpu", list[float]()
     cfg = step_config(folder, model, device=device, dtype="fp32" if is_cpu else "bf16", **changes)
     clock = time.process_time if is_cpu else time.perf_counter  # the driver's thread has a part in a launch
-    with fake_group(cfg, ranks, precision_of(cfg.dtype)) as group:
+    with fake_group(cfg, ranks, precision_of(cfg.dtype)) if is_cpu else contextlib.nullcontext() as group:
         step = Step(cfg, model, group=group)
         step.on_gradients = lambda: None
-        take_every_step(step)
-        for norm in step.model.modules():
-            if is_cpu and isinstance(norm, RMSNorm):
-                norm.forward = functools.partial(_as_one_operator, norm)
+        if is_cpu:
+            _as_on_a_gpu(step)
         batches = step.batches(rows)
         for _ in range(_STEPS):
             start = clock()
@@ -65,13 +64,20 @@ def _step(folder: Path, ranks: int, device: str = "cpu") -> tuple[float, StepEst
     return min(seconds), estimate_step("finch_full_finetune", cfg, ranks=ranks, rows=rows_of)
 
 
+def _as_on_a_gpu(step: Step) -> None:
+    """With one operator in place of a GPU's fused RMS norm, which on a CPU is several; it takes each step."""
+    take_every_step(step)
+    for norm in step.model.modules():
+        if isinstance(norm, RMSNorm):
+            norm.forward = functools.partial(_as_one_operator, norm)
+
+
+def _as_one_operator(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, norm.normalized_shape, norm.scale, None, norm.eps)
+
+
 def take_every_step(step: Step) -> None:
     """Gathered weights of fake ranks are what was in memory, at times NaN: the learning rate follows a loss of 1, so that no step is left out."""
     schedule = step.step.update.schedule
     follow, one = schedule.step, torch.ones(())
     vars(schedule)["step"] = lambda _, targets: follow(one, targets)
-
-
-def _as_one_operator(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
-    """One operator in place of a GPU's fused RMS norm, which on a CPU is several."""
-    return F.layer_norm(x, norm.normalized_shape, norm.scale, None, norm.eps)

@@ -25,7 +25,8 @@ def estimate(tmp_path, capsys):
 
 
 def test_estimate_reports_memory_collectives_and_time(estimate):
-    rates = ("--matmul-tflops", "1e-3", "--bandwidth-gb-s", "1e-2")
+    host = ("--launch-us", "1", "--collective-us", "1")
+    rates = ("--matmul-tflops", "1e-3", "--bandwidth-gb-s", "1e-2", *host)
     code, out, _ = estimate("--gpus", "2", "--gpu-memory", "1", "--seq", "20", "--targets", "8", *rates)
     assert code == 0, out
     assert "2 ranks, weights divided over 2; fp32; computed on fake tensors" in out
