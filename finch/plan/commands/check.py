@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import inspect
 import itertools
 import shutil
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 IGNORE_INDEX = -100  # torch's, which is not imported yet
 _MAX_SHOWN = 120  # characters of a part of a row
-_MAX_FAKE_LAYERS = 8  # of a model whose step runs on fake tensors within 5 s
 USAGE = "finch check [--rows N] [--nproc_per_node N] CONFIG [key=value ...] [~key] [method=NAME]"
 
 HELP = f"""usage: {USAGE}
@@ -59,11 +59,22 @@ def main(parsed: argparse.Namespace, words: Sequence[str]) -> None:
     config, overrides, options = parse_arguments(words, USAGE)
     nodes, local_ranks = number_of_ranks(options)
     report = Report(config, overrides, nodes * local_ranks, parsed.rows)
-    with only_errors_logged():  # the report says what a run would log
+    with only_errors_logged(), _collecting_rarely():  # the report says what a run would log
         report.run()
     number = report.num_problems
     print(f"\n{number} problem{'s' if number > 1 else ''} found" if number else "\nno problems found")
     sys.exit(1 if number else 0)
+
+
+@contextlib.contextmanager
+def _collecting_rarely() -> Iterator[None]:
+    """What imports make stays: to look through it again and again takes the garbage collector a fifth of the command's time."""
+    usual = gc.get_threshold()
+    gc.set_threshold(100_000, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
 
 
 class Report:
@@ -114,7 +125,7 @@ class Report:
         if model is not None:
             self._section("output", lambda: self._list_output(recipe, cfg, model, stats, steps))
         if model is not None and samples is not None:
-            self._section("memory", lambda: self._estimate_memory(recipe, cfg, model, samples, stats))
+            self._section("memory", lambda: self._estimate_memory(cfg, model, samples, stats))
 
     def _read_config(self) -> tuple[str, DictConfig]:
         recipe, cfg = read_job(self._config, self._overrides, self._problem, self._ranks)
@@ -295,28 +306,19 @@ class Report:
             self._print(missing)
         check_disk_room(cfg, decoder)
 
-    def _estimate_memory(
-        self, recipe: str, cfg: DictConfig, decoder: Any, samples: Any, stats: DatasetStats | None
-    ) -> None:
-        from finch.plan.estimate.fake_step import HOST_PARTS, estimate_step
-        from finch.plan.estimate.formula import longest_row, memory_by_formula
+    def _estimate_memory(self, cfg: DictConfig, decoder: Any, samples: Any, stats: DatasetStats | None) -> None:
+        from finch.plan.estimate.formula import HOST_PARTS, longest_row, memory_by_formula
 
         if stats is None or not stats.num_rows:
             return
         rows = longest_row(samples, stats)
-        parts, peak, method = None, 0, "computed on fake tensors"
-        if len(decoder.layers) <= _MAX_FAKE_LAYERS:
-            with contextlib.suppress(UserError):  # a component needs the values of tensors
-                step = estimate_step(recipe, cfg, ranks=self._ranks, rows=rows)
-                parts, peak = dict(step.memory), step.device_peak
-        if parts is None:
-            parts = dict(memory_by_formula(decoder, cfg, rows, ranks=self._ranks))
-            peak, method = parts.pop("peak"), "by a formula; `finch check --exact` takes longer and is closer"
+        parts = dict(memory_by_formula(decoder, cfg, rows, ranks=self._ranks))
+        peak = parts.pop("peak")
         shards = max(1, self._ranks // cfg.data_parallel_replicate_dim)
         self._print(
             f"an estimate per rank on {device_of(cfg).type}, for {cfg.batch_size} rows of {rows.seq} tokens, {cfg.dtype}"
             + (f", weights divided over {shards} ranks" if shards > 1 else "")
-            + f", {method}"
+            + ", by a formula; `finch check --exact` takes longer and is closer"
         )
         for part, size in parts.items():
             if size >= peak / 10_000:

@@ -102,8 +102,8 @@ def _estimate(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str
     from finch.config.instantiate import build
     from finch.data.dataset import load_dataset
     from finch.data.stats import collect_stats
-    from finch.plan.estimate.fake_step import HOST_PARTS, candidates, estimate_step
-    from finch.plan.estimate.formula import TOFU_TARGETS, TOFU_TOKENS, Rows, longest_row
+    from finch.plan.estimate.fake_step import candidates, estimate_step
+    from finch.plan.estimate.formula import HOST_PARTS, TOFU_TARGETS, TOFU_TOKENS, Rows, longest_row
     from finch.training.config_checks import check
 
     recipe, cfg = read_job(options.config, overrides, ranks=options.gpus, is_here=False)

@@ -39,19 +39,9 @@ from finch.distributed.parallel import MeshSizes, Parallel
 from finch.distributed.precision import Precision, precision_of
 from finch.objectives import IGNORE_INDEX
 from finch.optim.optimizer_variants import optimizers_in_backward
-from finch.plan.estimate.formula import Rows
+from finch.plan.estimate.formula import HOST_PARTS, OPTIMIZER, PENALTY, Rows
 from finch.plan.estimate.fused_norm import count_norms_as_one
-from finch.plan.estimate.step_trace import (
-    GRADIENTS,
-    OPTIMIZER,
-    PENALTY,
-    RECOMPUTATION,
-    REFERENCE,
-    UPDATE,
-    WEIGHTS,
-    Collective,
-    StepTrace,
-)
+from finch.plan.estimate.step_trace import RECOMPUTATION, UPDATE, Collective, StepTrace
 from finch.training.kl_penalty import build_kl
 from finch.training.loaded_model import LoadedModel
 from finch.training.optimizer import (
@@ -65,9 +55,6 @@ from finch.training.optimizer import (
 from finch.training.self_replay import replayed_rows
 from finch.training.step import TrainStep
 from finch.training.step_loss import StepLoss, StepMedian
-
-HOST_PARTS = (WEIGHTS, REFERENCE, GRADIENTS, OPTIMIZER, PENALTY)
-"""What ``fsdp_cpu_offload`` keeps in host memory."""
 
 _EIGHT_BITS = {"torch.optim.AdamW": "torchao.optim.AdamW8bit", "torch.optim.Adam": "torchao.optim.Adam8bit"}
 _CPU = torch.device("cpu")

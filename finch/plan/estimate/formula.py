@@ -1,4 +1,4 @@
-"""The memory of a step by a formula, for models whose fake step takes long; and what both estimates are given."""
+"""The memory of a step by a formula, which needs no fake step; what both estimates are given, and the parts that they name."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ from finch.training.kl_penalty import build_kl, needs_reference
 from finch.training.optimizer import optimizer_bytes
 from finch.training.self_replay import replayed_rows
 from finch.training.step_loss import build_objective
+
+WEIGHTS, REFERENCE, BUFFERS = "weights", "reference model", "rotary tables"
+GRADIENTS, OPTIMIZER, PENALTY = "gradients", "optimizer states", "weights that the regularizer keeps"
+GATHERED, REDUCED = "gathered layers", "gradients to be reduced"
+ACTIVATIONS, LOGITS, RECOMPUTED = "activations", "logits and loss", "recomputed activations"
+BACKWARD, OTHER = "gradients inside the backward", "temporary tensors"
+HOST_PARTS = (WEIGHTS, REFERENCE, GRADIENTS, OPTIMIZER, PENALTY)
+"""What ``fsdp_cpu_offload`` keeps in host memory."""
 
 TOFU_TOKENS, TOFU_TARGETS = 85, 37
 """Mean tokens and target tokens of a TOFU row with SmolLM2's chat template."""
@@ -96,9 +104,9 @@ def memory_by_formula(decoder: TransformerDecoder, cfg: DictConfig, rows: Rows, 
         moving = activations + max(logits, recomputed), gradients + backward
         is_accumulated = cfg.gradient_accumulation_steps > 1
         peak = weights + states + gathered + (sum(moving) if is_accumulated else max(moving))
-    parts = {"weights": weights, "gradients": gradients, "optimizer states": states, "gathered layers": gathered}
-    parts |= {"activations": activations, "recomputed activations": recomputed, "logits and loss": logits}
-    return {**parts, "gradients inside the backward": backward, "peak": peak}
+    parts = {WEIGHTS: weights, GRADIENTS: gradients, OPTIMIZER: states, GATHERED: gathered}
+    parts |= {ACTIVATIONS: activations, RECOMPUTED: recomputed, LOGITS: logits}
+    return {**parts, BACKWARD: backward, "peak": peak}
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:

@@ -18,13 +18,21 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from finch.base.dtensor import to_local
+from finch.plan.estimate.formula import (
+    ACTIVATIONS,
+    BACKWARD,
+    BUFFERS,
+    GATHERED,
+    GRADIENTS,
+    LOGITS,
+    OTHER,
+    RECOMPUTED,
+    REDUCED,
+    REFERENCE,
+    WEIGHTS,
+)
 from finch.training.chunked_loss import TokenLoss
 
-WEIGHTS, REFERENCE, BUFFERS = "weights", "reference model", "rotary tables"
-GRADIENTS, OPTIMIZER, PENALTY = "gradients", "optimizer states", "weights that the regularizer keeps"
-GATHERED, REDUCED = "gathered layers", "gradients to be reduced"
-ACTIVATIONS, LOGITS, RECOMPUTED = "activations", "logits and loss", "recomputed activations"
-BACKWARD, OTHER = "gradients inside the backward", "temporary tensors"
 FORWARD_PASS, RECOMPUTATION, BACKWARD_PASS, UPDATE = "forward", "recomputation", "backward", "update"
 
 _PARTS = {FORWARD_PASS: ACTIVATIONS, RECOMPUTATION: RECOMPUTED, BACKWARD_PASS: BACKWARD, UPDATE: OTHER}
