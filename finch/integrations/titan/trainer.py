@@ -23,6 +23,7 @@ from finch.base.log import logger
 from finch.integrations.titan.config_checks import check_config
 from finch.integrations.titan.losses import ObjectiveLoss, initial_loss
 from finch.integrations.titan.lr_scheduler import FinchLRSchedulersContainer
+from finch.integrations.titan.recipe_config import link_model, write_config
 from finch.training.metrics import MetricsLog
 
 
@@ -59,12 +60,11 @@ class FinchTrainer(Trainer):
         """As TorchTitan's; a mistake in the data is one line, and a Hugging Face folder of the last step is complete."""
         with _reported_under_torchrun():
             Trainer.train(self)
-        checkpoint = self.config.checkpoint
+        checkpoint, folder = self.config.checkpoint, Path(self.config.dump_folder)
         if checkpoint.enable and checkpoint.last_save_in_hf and torch.distributed.get_rank() == 0:
-            complete_folder(
-                Path(self.config.dump_folder) / checkpoint.folder / f"step-{self.step}",
-                Path(self.config.hf_assets_path),
-            )
+            model = folder / checkpoint.folder / f"step-{self.step}"
+            complete_folder(model, Path(self.config.hf_assets_path))
+            link_model(folder, model, self._epoch())
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
         """As TorchTitan's. Before the first one of this start, what needs the loaded weights is measured."""
@@ -72,9 +72,8 @@ class FinchTrainer(Trainer):
             self._begin()
         with self._keeping_grad_norm():
             Trainer.train_step(self, data_iterator)
-        rounds = getattr(self.dataloader, "rounds_per_epoch", None)
         metrics = {
-            "epoch": 0 if rounds is None else (self.step - 1) * self.gradient_accumulation_steps // rounds,
+            "epoch": self._epoch(),
             "loss": self._loss,
             **self.lr_schedulers.schedule.metrics(),
             "grad_norm": self._grad_norm,
@@ -83,6 +82,11 @@ class FinchTrainer(Trainer):
         self.run_metrics.add_step(self.step, metrics)
         if self.metrics_processor.should_log(self.step) and (skipped := self.lr_schedulers.schedule.check()):
             logger.warning(f"{skipped} updates with a non-finite loss or gradient were skipped up to step {self.step}")
+
+    def _epoch(self) -> int:
+        """Of the last step, from 0."""
+        rounds = getattr(self.dataloader, "rounds_per_epoch", None)
+        return 0 if rounds is None else (self.step - 1) * self.gradient_accumulation_steps // rounds
 
     def forward_backward_step(self, *, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor) -> torch.Tensor:
         """As TorchTitan's, and collects the loss.
@@ -106,6 +110,8 @@ class FinchTrainer(Trainer):
         self._has_begun = True
         if self.lr_schedulers.init == "dataset" and not self.lr_schedulers.has_state:
             self.lr_schedulers.start(initial_loss(self))
+        if torch.distributed.get_rank() == 0:
+            write_config(self, Path(self.config.dump_folder))
         self.run_metrics.open(self.step - 1)
         self.metrics_processor.time_last_log = time.perf_counter()
 

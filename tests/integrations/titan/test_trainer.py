@@ -1,13 +1,15 @@
 """FINCH inside TorchTitan against a scalar reference, TorchTitan's own log, finch's recipe, and itself on other layouts."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from helpers.causal_lm import finch_rates, mean_loss
-from helpers.runs import make_config, run_here
+from helpers.runs import finch, run_here
 from helpers.titan_runs import start
+from omegaconf import OmegaConf
 
 from finch.data.rows import rows_dataset
 from finch.models import auto_tokenizer
@@ -22,23 +24,12 @@ def largest_difference(one, other):
 
 
 @pytest.fixture(scope="session")
-def recipe_runs(tmp_path_factory, shared_data):
-    """finch's torchtune recipe on the same rows, with cross-entropy and with each objective that TorchTitan's loss can be."""
-    folder, base, rows = tmp_path_factory.mktemp("recipe"), shared_data / "stories260k", shared_data / "tofu/full.jsonl"
-    dataset = {"_component_": "finch.data.rows.rows_dataset", "data_files": str(rows), "split": "train[:64]"}
-    optimizer = {"_component_": "torch.optim.AdamW", "lr": ETA_BASE, "weight_decay": 0.0, "fused": True}
-    schedule = {"_component_": "finch.FinchLR", "eta_max": ETA_MAX, "init": "dataset"}
-    blocks = {"dataset": dataset, "optimizer": optimizer, "lr_scheduler": schedule, "batch_size": 8}
-    blocks["model"] = {"_component_": "finch.models.auto", "path": str(base)}
-    blocks["tokenizer"] = {"_component_": "finch.models.auto_tokenizer", "path": str(base), "max_seq_len": 128}
-    runs = {}
-    for name, changes in (
-        ("straight", {"epochs": 3}),
-        ("dft", {"loss": {"_component_": "finch.objectives.DFT"}, "max_steps_per_epoch": 4}),
-        ("eaft", {"loss": {"_component_": "finch.objectives.EAFT"}, "max_steps_per_epoch": 4}),
-        ("talr", {"loss": {"_component_": "finch.objectives.TALR", "tau": 2.0}, "max_steps_per_epoch": 4}),
-    ):
-        runs[name] = run_here(folder / name, make_config(base, rows, folder / name, **blocks, **changes))
+def recipe_runs(tmp_path_factory, one_rank):
+    """finch's torchtune recipe on the configs that TorchTitan's runs have left, with cross-entropy and each objective that TorchTitan's loss can be."""
+    folder, runs = tmp_path_factory.mktemp("recipe"), {}
+    for name, changes in (("straight", {}), *((name, {"max_steps_per_epoch": 4}) for name in ("dft", "eaft", "talr"))):
+        config = OmegaConf.to_container(OmegaConf.load(one_rank[name].folder / "config.yaml"))
+        runs[name] = run_here(folder / name, {**config, **changes, "output_dir": str(folder / name)})
         assert runs[name].returncode == 0, runs[name].output[-3000:]
     return runs
 
@@ -138,6 +129,27 @@ def test_validation_loss_is_the_exported_folders(one_rank, two_ranks, shared_dat
     exported = run.folder / f"checkpoint/step-{last}"
     model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     assert losses[last] == pytest.approx(mean_loss(model, rows), rel=1e-5)
+
+
+def test_last_model_is_that_of_its_epoch(one_rank):
+    folder = one_rank["validated"].folder
+    assert (folder / "epoch_0").resolve() == folder / "checkpoint/step-4"
+
+
+@pytest.mark.slow
+def test_commands_take_its_folder(one_rank, shared_data, tmp_path, capsys):
+    run = str(shutil.copytree(one_rank["validated"].folder, tmp_path / "run", symlinks=True))
+    rows = ("--tasks", "tofu", "--limit", "3", "--data-root", str(shared_data), "--out", str(tmp_path / "scores"))
+    for command in (
+        ("chat", run, "--prompt", "Once upon a time", "--max-new-tokens", "8"),
+        ("average", run),
+        ("report", run, "--out", str(tmp_path / "report")),
+        ("evaluate", "--base", str(shared_data / "stories260k"), "--tuned", run, *rows),
+    ):
+        code, out, err = finch(capsys, *command)
+        assert code == 0, out + err
+    assert (tmp_path / "run/average/model/config.json").is_file()
+    assert (tmp_path / "report/report.html").is_file()
 
 
 def test_mistake_is_one_line(shared_data, tmp_path):
