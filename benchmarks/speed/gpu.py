@@ -119,7 +119,7 @@ def run(check: Check) -> None:
     mean = round(sum(len(row["tokens"]) for row in rows) / len(rows))
     device = torch.device(check.device)
     rate = matrix_rate(device, precision_of(dtype).compute, BATCH * mean)
-    rates = Rates(rate, copy_rate(device), host_rates()[0])
+    rates = Rates(rate, copy_rate(device), host_rates(check.device)[0])
     needed_flops = 0
     for name, contender in CONTENDERS.items():
         if check.quick and not contender.is_quick:

@@ -3,94 +3,109 @@ link ``epoch_N``."""
 
 from __future__ import annotations
 
-import math
+import os
+from collections.abc import Iterator
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config import TrainingConfig
 
 from finch.base import files
-from finch.base.run_files import CONFIG, epoch_folders
+from finch.base.log import logger
+from finch.base.run_files import CONFIG, is_epoch
 from finch.integrations.titan.dataloader import RowsDataLoader
 from finch.integrations.titan.losses import ObjectiveLoss
 from finch.integrations.titan.lr_scheduler import FinchLRSchedulersContainer
 
 _ROWS_KEYS = ("source", "data_files", "name", "split", "format", "part", "validation_fraction", "split_seed")
-_SCHEDULE_KEYS = ("eta_max", "init", "ema", "eps", "on_nonfinite", "max_nonfinite", "warmup_steps")
-_HEADER = "# The run that TorchTitan has trained here, for finch's recipe, which takes whole epochs: finch run {folder}/config.yaml output_dir=...\n"
+_SCHEDULE_KEYS = ("eta_max", "eta_base", "ema", "eps", "on_nonfinite", "max_nonfinite", "warmup_steps")
+_LOCAL = (None, "json", "csv", "parquet")  # sources whose files lie here
 
 
 def write_config(trainer: Any, folder: Path) -> None:
-    """Writes RUN/config.yaml; by one rank. Rows of another dataloader than finch's are left out: chat, evaluate and report need none. Without the
-    extra ``torchtune`` nothing is written: the commands that read it need that as well."""
-    if not find_spec("omegaconf"):
+    """Writes RUN/config.yaml; by one rank. Not for weights that are no Hugging Face folder's, and not without the extra ``torchtune``, which the
+    commands that read it need as well."""
+    config, checkpoint = trainer.config, trainer.config.checkpoint
+    if not (find_spec("omegaconf") and checkpoint.enable and checkpoint.initial_load_in_hf):
         return
     from omegaconf import OmegaConf
 
-    config, absolute = trainer.config, str(Path(trainer.config.hf_assets_path).resolve())
-    validator, per_epoch = config.validator, _steps_per_epoch(trainer)
-    group = config.optimizer.param_groups[0]
+    weights = str(Path(checkpoint.initial_load_path or config.hf_assets_path).resolve())
+    rounds, number = getattr(trainer.dataloader, "rounds_per_epoch", None), trainer.gradient_accumulation_steps
+    steps = config.training.steps
+    epochs = 1 if rounds is None else -(-steps * number // rounds)
     blocks: dict[str, Any] = {
         "output_dir": str(folder.resolve()),
-        "model": {"_component_": "finch.models.auto", "path": absolute},
-        "tokenizer": _tokenizer(absolute, config),
+        "model": {"_component_": "finch.models.auto", "path": weights},
+        "tokenizer": _tokenizer(config),
         "checkpointer": {
             "_component_": "torchtune.training.FullModelHFCheckpointer",
-            "checkpoint_dir": absolute,
+            "checkpoint_dir": weights,
             "checkpoint_files": None,
             "output_dir": "${output_dir}",
             "model_type": None,
         },
         "dataset": _rows(config.dataloader),
-        "dataset_validation": _rows(validator.dataloader) if validator.enable else None,
+        "dataset_validation": _rows(config.validator.dataloader) if config.validator.enable else None,
         "seed": getattr(config.dataloader, "seed", 0),
         "shuffle": getattr(config.dataloader, "is_shuffled", True),
         "batch_size": config.training.local_batch_size,
-        "gradient_accumulation_steps": trainer.gradient_accumulation_steps,
-        "epochs": 1 if per_epoch is None else math.ceil(config.training.steps / per_epoch),
-        "optimizer": {
-            "_component_": f"torch.optim.{group.optimizer_name}",
-            **group.optimizer_kwargs,
-            "fused": config.optimizer.implementation == "fused",
-        },
+        "gradient_accumulation_steps": number,
+        "epochs": epochs,
+        "max_steps_per_epoch": steps if epochs == 1 else None,
+        "optimizer": _optimizer(config.optimizer),
         "lr_scheduler": _schedule(config.lr_scheduler),
         "loss": _loss(config.loss),
         "clip_grad_norm": config.training.max_norm or None,
         "dtype": _dtype(config.training),
         "device": "auto",
     }
+    ranks = trainer.parallel_dims.dp_replicate * trainer.parallel_dims.dp_shard
+    command = f"finch run{f' --nproc_per_node {ranks}' if ranks > 1 else ''} {folder}/{CONFIG} output_dir=NEW"
+    lines = [f"The run that TorchTitan has trained here, for finch's recipe: {command}", *_differences(config, epochs)]
+    given = OmegaConf.create({key: value for key, value in blocks.items() if value is not None})
     folder.mkdir(parents=True, exist_ok=True)
     with files.atomic_file(folder / CONFIG) as partial:
-        plain = OmegaConf.to_yaml(OmegaConf.create({key: value for key, value in blocks.items() if value is not None}))
-        files.write_text(partial, _HEADER.format(folder=folder) + plain)
+        files.write_text(partial, "".join(f"# {line}\n" for line in lines) + OmegaConf.to_yaml(given))
 
 
 def link_model(folder: Path, model: Path, epoch: int) -> None:
     """``epoch_N``, by which chat, average, evaluate and report find the run's model; that of an earlier end of the run goes."""
-    if not model.is_dir():
+    if not any(model.glob("*.safetensors")):
         return
-    for old in epoch_folders(folder).values():
-        if old.is_symlink():
-            old.unlink()
-    (folder / f"epoch_{epoch}").symlink_to(model.relative_to(folder), target_is_directory=True)
+    try:
+        for old in folder.glob("epoch_*"):
+            if is_epoch(old.name) and old.is_symlink():
+                old.unlink()
+        (folder / f"epoch_{epoch}").symlink_to(os.path.relpath(model.resolve(), folder.resolve()))
+    except OSError as error:
+        logger.warning(f"{folder}/epoch_{epoch} is no link to {model} ({error}): give finch's commands that folder")
 
 
-def _steps_per_epoch(trainer: Any) -> float | None:
-    rounds = getattr(trainer.dataloader, "rounds_per_epoch", None)
-    return None if rounds is None else rounds / trainer.gradient_accumulation_steps
+def _differences(config: Any, epochs: int) -> Iterator[str]:
+    """What the recipe does otherwise."""
+    if epochs > 1:
+        yield "It takes whole epochs."
+    if not isinstance(config.dataloader, RowsDataLoader.Config):
+        yield "Its rows are another dataloader's: add a dataset to train, or to average; chat, evaluate and report need none."
+    if len(config.optimizer.param_groups) > 1:
+        yield f"Its optimizer has {len(config.optimizer.param_groups)} groups, of which the last one is here."
+    if config.lr_scheduler.total_steps:
+        yield "Its lr_scheduler.total_steps is left out: the recipe counts the run's own."
 
 
-def _tokenizer(folder: str, config: Any) -> dict[str, Any]:
-    found = {"_component_": "finch.models.auto_tokenizer", "path": folder, "max_seq_len": config.training.seq_len}
+def _tokenizer(config: Any) -> dict[str, Any]:
     loader, usual = config.dataloader, RowsDataLoader.Config()
+    found = {"_component_": "finch.models.auto_tokenizer", "path": str(Path(config.hf_assets_path).resolve())}
     if isinstance(loader, RowsDataLoader.Config):
         keys = ("prompt_style", "thinking")
         found |= {key: getattr(loader, key) for key in keys if getattr(loader, key) != getattr(usual, key)}
-    return found
+    return {**found, "max_seq_len": config.training.seq_len}
 
 
 def _rows(loader: BaseDataLoader.Config) -> dict[str, Any] | None:
@@ -98,16 +113,27 @@ def _rows(loader: BaseDataLoader.Config) -> dict[str, Any] | None:
         return None
     usual = RowsDataLoader.Config()
     given = {key: getattr(loader, key) for key in _ROWS_KEYS if getattr(loader, key) != getattr(usual, key)}
-    if loader.data_files is not None:
+    if loader.data_files and loader.source in _LOCAL and "://" not in loader.data_files:
         given["data_files"] = str(Path(loader.data_files).absolute())
-    columns = {"column_map": dict(loader.column_map)} if loader.column_map else {}
-    return {"_component_": "finch.data.rows.rows_dataset", **given, **columns}
+    if loader.column_map:
+        given["column_map"] = dict(loader.column_map)
+    return {"_component_": "finch.data.rows.rows_dataset", **given, "packed": loader.is_packed}
+
+
+def _optimizer(config: Any) -> dict[str, Any] | None:
+    """Of the group for all that no other one takes, if torch has it."""
+    group = config.param_groups[-1]
+    if not hasattr(torch.optim, group.optimizer_name):
+        return None
+    fused = {"fused": config.implementation == "fused"}
+    return {"_component_": f"torch.optim.{group.optimizer_name}", **fused, **group.optimizer_kwargs}
 
 
 def _schedule(config: FinchLRSchedulersContainer.FINCHConfig) -> dict[str, Any]:
     usual = {field.name: field.default for field in fields(FinchLRSchedulersContainer.FINCHConfig)}
     given = {key: getattr(config, key) for key in _SCHEDULE_KEYS if getattr(config, key) != usual[key]}
-    return {"_component_": "finch.FinchLR", "init": config.init, **given}
+    decay = {"decay": config.decay_ratio} if config.decay_ratio else {}
+    return {"_component_": "finch.FinchLR", "init": config.init, **given, **decay}
 
 
 def _loss(config: Any) -> dict[str, Any]:

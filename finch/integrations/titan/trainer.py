@@ -57,7 +57,7 @@ class FinchTrainer(Trainer):
         self.optimizers.register_step_pre_hook(self._set_lr)
 
     def train(self) -> None:
-        """As TorchTitan's; a mistake in the data is one line, and a Hugging Face folder of the last step is complete."""
+        """As TorchTitan's; a mistake in the data is one line, and a Hugging Face folder of the last step is complete and found by its link."""
         with _reported_under_torchrun():
             Trainer.train(self)
         checkpoint, folder = self.config.checkpoint, Path(self.config.dump_folder)
@@ -106,7 +106,7 @@ class FinchTrainer(Trainer):
         return loss.nan_to_num(0.0, 0.0, 0.0)
 
     def _begin(self) -> None:
-        """Measures the loss that the average starts from, and opens the metrics; a collective."""
+        """Measures the loss that the average starts from, writes config.yaml and opens the metrics; a collective."""
         self._has_begun = True
         if self.lr_schedulers.init == "dataset" and not self.lr_schedulers.has_state:
             self.lr_schedulers.start(initial_loss(self))

@@ -213,7 +213,7 @@ class StepTrace(TorchDispatchMode):
         model: parallelized and in memory.
 
     Attributes:
-        memory: what is live, by the parts above.
+        memory: what is live, by the parts that formula.py names.
         is_paused: whether nothing is counted for now.
         micro_batch: the current one, from 1.
         collectives: in their order, with micro-batch and phase.

@@ -1,5 +1,4 @@
-"""How long the host takes for a step's operators and collectives, whatever the device: measured on a small model's step on the CPU, whose
-kernels take next to no time."""
+"""How long the host takes for a step's operators and collectives: measured on a small model's step, whose kernels take next to no time."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _LAYERS, _GROUP, _RANKS, _STEPS = 8, 2, 8, 12
 @functools.cache
 def host_rates(device: str = "cpu") -> tuple[float, float]:
     """Microseconds of this machine's host for an operator of a layer, with what Python and autograd do around it and its launch on ``device``, and for
-    a collective of FSDP2, with its hooks and copies."""
+    a collective of FSDP2, with its hooks and copies, on the CPU whatever the device."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the time of all would count
     try:

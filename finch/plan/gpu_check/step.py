@@ -147,7 +147,7 @@ def run(check: Check) -> None:
 
 
 def _order(case: Mapping[str, str]) -> tuple[Any, ...]:
-    """Those of the same truth one after the other; last what takes longest. On a GPU packed rows compile flex attention."""
+    """Last what takes longest, on a GPU packed rows as well, which compile flex attention; else those of the same truth one after the other."""
     return case["compile"] == "compile", case["layout"] == "packed", case["model"], case["layout"] == "shared prefix"
 
 
