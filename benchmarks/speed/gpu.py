@@ -298,13 +298,10 @@ class RandomModel(LoadedModel):
             torch.nn.init.normal_(to_local(weight.detach()), std=0.02)
 
 
-class OnRandomWeights(FinchFullFinetune):
-    model_class = RandomModel
-
-
 def _finch(file: str) -> None:
     cfg = read(["--config", file])
-    recipe = OnRandomWeights(cfg)
+    recipe = FinchFullFinetune(cfg)
+    recipe.model_class = RandomModel
     recipe.setup(cfg)
     recipe.train()
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer
 
 from finch.base.errors import UserError
 from finch.base.log import logger
-from finch.integrations.titan.losses import ObjectiveLoss, build_objective
+from finch.integrations.titan.losses import ObjectiveLoss, build_objective, inner_loss
 from finch.integrations.titan.lr_scheduler import FinchLRSchedulersContainer, build_schedule
 from finch.models.hf_config import attention_window
 
@@ -68,7 +68,7 @@ def _check_schedule(config: Any) -> None:
 
 
 def _check_loss(loss: Any, parallelism: Any) -> None:
-    inner = loss.loss_fn if isinstance(loss, ChunkedLossWrapper.Config) else loss
+    inner = inner_loss(loss)
     if isinstance(inner, ObjectiveLoss.Config):
         build_objective(inner)
         if (
@@ -126,11 +126,19 @@ def _folder_to_load(run: Path, checkpoint: Any) -> Path | None:
     return None
 
 
+def pretrained_folder(config: Any) -> Path | None:
+    """The Hugging Face folder whose weights a run takes; None: it takes no such weights."""
+    checkpoint = config.checkpoint
+    if not (checkpoint.enable and checkpoint.initial_load_in_hf):
+        return None
+    return Path(checkpoint.initial_load_path or config.hf_assets_path)
+
+
 def _check_pretrained(config: Any) -> None:
     """Compares the model with the config.json of the Hugging Face folder whose weights it will take."""
-    if not (config.checkpoint.enable and config.checkpoint.initial_load_in_hf):
+    folder = pretrained_folder(config)
+    if folder is None:
         return
-    folder = Path(config.checkpoint.initial_load_path or config.hf_assets_path)
     if not folder.is_dir():
         raise UserError(
             f"hf_assets_path={config.hf_assets_path} is not a folder; give the model's Hugging Face folder with --hf_assets_path"

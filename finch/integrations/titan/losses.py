@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torchtitan.components.loss import BaseLoss, compute_logprobs
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, compute_logprobs
 from torchtitan.config import CompileConfig
 from torchtitan.distributed import utils as dist_utils
 
@@ -82,6 +82,11 @@ class ObjectiveLoss(BaseLoss):
         result = self._collected.clone()
         self._collected.zero_()
         return result
+
+
+def inner_loss(config: Any) -> Any:
+    """The config of the loss itself, in a ``ChunkedLossWrapper`` or not."""
+    return config.loss_fn if isinstance(config, ChunkedLossWrapper.Config) else config
 
 
 def build_objective(config: ObjectiveLoss.Config) -> Objective:

@@ -4,38 +4,40 @@ link ``epoch_N``."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config import TrainingConfig
 
 from finch.base import files
 from finch.base.log import logger
 from finch.base.run_files import CONFIG, is_epoch
+from finch.integrations.titan.config_checks import pretrained_folder
 from finch.integrations.titan.dataloader import RowsDataLoader
-from finch.integrations.titan.losses import ObjectiveLoss
+from finch.integrations.titan.losses import ObjectiveLoss, inner_loss
 from finch.integrations.titan.lr_scheduler import FinchLRSchedulersContainer
 
-_ROWS_KEYS = ("source", "data_files", "name", "split", "format", "part", "validation_fraction", "split_seed")
+_ROWS_KEYS = (
+    *("source", "data_files", "name", "split", "format", "column_map"),
+    *("part", "validation_fraction", "split_seed"),
+)
 _SCHEDULE_KEYS = ("eta_max", "eta_base", "ema", "eps", "on_nonfinite", "max_nonfinite", "warmup_steps")
-_LOCAL = (None, "json", "csv", "parquet")  # sources whose files lie here
 
 
 def write_config(trainer: Any, folder: Path) -> None:
     """Writes RUN/config.yaml; by one rank. Not for weights that are no Hugging Face folder's, and not without the extra ``torchtune``, which the
     commands that read it need as well."""
-    config, checkpoint = trainer.config, trainer.config.checkpoint
-    if not (find_spec("omegaconf") and checkpoint.enable and checkpoint.initial_load_in_hf):
+    config = trainer.config
+    pretrained = pretrained_folder(config)
+    if pretrained is None or not find_spec("omegaconf"):
         return
     from omegaconf import OmegaConf
 
-    weights = str(Path(checkpoint.initial_load_path or config.hf_assets_path).resolve())
+    weights = str(pretrained.resolve())
     rounds, number = getattr(trainer.dataloader, "rounds_per_epoch", None), trainer.gradient_accumulation_steps
     steps = config.training.steps
     epochs = 1 if rounds is None else -(-steps * number // rounds)
@@ -78,13 +80,14 @@ def link_model(folder: Path, model: Path, epoch: int) -> None:
     """``epoch_N``, by which chat, average, evaluate and report find the run's model; that of an earlier end of the run goes."""
     if not any(model.glob("*.safetensors")):
         return
+    link = folder / f"epoch_{epoch}"
     try:
         for old in folder.glob("epoch_*"):
             if is_epoch(old.name) and old.is_symlink():
                 old.unlink()
-        (folder / f"epoch_{epoch}").symlink_to(os.path.relpath(model.resolve(), folder.resolve()))
+        link.symlink_to(os.path.relpath(model.resolve(), folder.resolve()))
     except OSError as error:
-        logger.warning(f"{folder}/epoch_{epoch} is no link to {model} ({error}): give finch's commands that folder")
+        logger.warning(f"{link} is no link to {model} ({error}): give finch's commands that folder")
 
 
 def _differences(config: Any, epochs: int) -> Iterator[str]:
@@ -100,24 +103,22 @@ def _differences(config: Any, epochs: int) -> Iterator[str]:
 
 
 def _tokenizer(config: Any) -> dict[str, Any]:
-    loader, usual = config.dataloader, RowsDataLoader.Config()
-    found = {"_component_": "finch.models.auto_tokenizer", "path": str(Path(config.hf_assets_path).resolve())}
-    if isinstance(loader, RowsDataLoader.Config):
-        keys = ("prompt_style", "thinking")
-        found |= {key: getattr(loader, key) for key in keys if getattr(loader, key) != getattr(usual, key)}
-    return {**found, "max_seq_len": config.training.seq_len}
+    folder, loader = str(Path(config.hf_assets_path).resolve()), config.dataloader
+    changed = _changed(loader, ("prompt_style", "thinking")) if isinstance(loader, RowsDataLoader.Config) else {}
+    length = {"max_seq_len": config.training.seq_len}
+    return {"_component_": "finch.models.auto_tokenizer", "path": folder, **changed, **length}
 
 
 def _rows(loader: BaseDataLoader.Config) -> dict[str, Any] | None:
     if not isinstance(loader, RowsDataLoader.Config):
         return None
-    usual = RowsDataLoader.Config()
-    given = {key: getattr(loader, key) for key in _ROWS_KEYS if getattr(loader, key) != getattr(usual, key)}
-    if loader.data_files and loader.source in _LOCAL and "://" not in loader.data_files:
+    from finch.config.foreign import ROWS
+    from finch.data.rows import files_and_source
+
+    given = _changed(loader, _ROWS_KEYS)
+    if loader.data_files and files_and_source(loader.source, loader.data_files)[0]:  # neither URLs nor the hub's
         given["data_files"] = str(Path(loader.data_files).absolute())
-    if loader.column_map:
-        given["column_map"] = dict(loader.column_map)
-    return {"_component_": "finch.data.rows.rows_dataset", **given, "packed": loader.is_packed}
+    return {"_component_": ROWS, **given, "packed": loader.is_packed}
 
 
 def _optimizer(config: Any) -> dict[str, Any] | None:
@@ -130,14 +131,18 @@ def _optimizer(config: Any) -> dict[str, Any] | None:
 
 
 def _schedule(config: FinchLRSchedulersContainer.FINCHConfig) -> dict[str, Any]:
-    usual = {field.name: field.default for field in fields(FinchLRSchedulersContainer.FINCHConfig)}
-    given = {key: getattr(config, key) for key in _SCHEDULE_KEYS if getattr(config, key) != usual[key]}
     decay = {"decay": config.decay_ratio} if config.decay_ratio else {}
-    return {"_component_": "finch.FinchLR", "init": config.init, **given, **decay}
+    return {"_component_": "finch.FinchLR", "init": config.init, **_changed(config, _SCHEDULE_KEYS), **decay}
+
+
+def _changed(config: Any, keys: Sequence[str]) -> dict[str, Any]:
+    """Those of the fields that have another value than their default."""
+    usual = type(config)()
+    return {key: getattr(config, key) for key in keys if getattr(config, key) != getattr(usual, key)}
 
 
 def _loss(config: Any) -> dict[str, Any]:
-    inner = config.loss_fn if isinstance(config, ChunkedLossWrapper.Config) else config
+    inner = inner_loss(config)
     if not isinstance(inner, ObjectiveLoss.Config):
         return {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
     options = {"tau": inner.tau, "w_min": inner.w_min} if inner.objective == "TALR" else {}

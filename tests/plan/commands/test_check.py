@@ -69,6 +69,7 @@ def test_check_reports_a_good_run(check, rows_file, base_folder):
         assert f"an epoch, the {which} epoch alone: {epoch / 1000:.1f} kB" in check("epochs=3", key)[1]
     assert "by a formula; `finch check --exact` takes longer and is closer" in out
     sizes = memory_of(out)
+    assert sizes["weights"] == sizes["gradients"] == 78.5
     assert (sizes["weights"], sizes["optimizer states"]) == pytest.approx((78.5, 156.9), rel=0.01)
     assert {"activations", "peak"} <= set(sizes)
 
