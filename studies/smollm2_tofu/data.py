@@ -11,6 +11,7 @@ python -m studies.smollm2_tofu.data --out out/study/data [--data-root DATA] [--q
     held_out.jsonl          20 rows that are not learned, paraphrased
     prompts.jsonl           IFEval prompts, which the pretrained model answers
     stories.jsonl           TinyStories
+    skills.jsonl            the questions of the skills that finch measures, as prompts that are replayed
     openings.jsonl          the first words of other TinyStories, which the pretrained model continues
     tofu/, hellaswag/, winogrande/      for `finch evaluate --data-root`; only TOFU's 180 learned rows
 """
@@ -25,6 +26,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from finch.data.skills import skill_rows
+
 Row = Mapping[str, Any]
 
 NUM_TOFU, NUM_HELD_OUT, NUM_PROMPTS, NUM_STORIES, NUM_CHOICES = 200, 20, 64, 100, 300
@@ -32,6 +35,7 @@ QUICK_SHARE = 0.25
 NUM_BLOCKS, NUM_PASSES, SEEDS, WRONG = 3, 5, 3, 0.1
 NUM_LONG, NUM_MANY = 300 * 16, 3600
 FIRST_OPENING, NUM_OPENINGS, WORDS = 300, 64, 12
+NUM_SKILLS = 512  # at most: those that are one question
 PROMPT_CHARACTERS, STORY_CHARACTERS = 400, 800
 
 HUB = {  # local file: repository, configuration, split
@@ -52,11 +56,11 @@ def prepare(out: Path, data_root: Path | None, *, is_quick: bool = False) -> Non
         is_quick: a quarter of the rows of everything.
     """
     share = QUICK_SHARE if is_quick else 1
-    num_tofu, num_held_out, num_prompts, num_stories, num_choices, num_long, num_many, num_openings = (
+    num_tofu, num_held_out, num_prompts, num_stories, num_choices, num_long, num_many, num_openings, num_skills = (
         round(share * number)
         for number in (
             *(NUM_TOFU, NUM_HELD_OUT, NUM_PROMPTS, NUM_STORIES, NUM_CHOICES),
-            *(NUM_LONG, NUM_MANY, NUM_OPENINGS),
+            *(NUM_LONG, NUM_MANY, NUM_OPENINGS, NUM_SKILLS),
         )
     )
     tofu = read("tofu/forget10_perturbed.jsonl", data_root, num_tofu)
@@ -82,6 +86,8 @@ def prepare(out: Path, data_root: Path | None, *, is_quick: bool = False) -> Non
     prompts = [row for row in read("ifeval/prompts.jsonl", data_root) if len(row["prompt"]) <= PROMPT_CHARACTERS]
     write(out / "prompts.jsonl", ({"prompt": row["prompt"]} for row in prompts[:num_prompts]))
     stories = read("tinystories/stories.jsonl", data_root, FIRST_OPENING + NUM_OPENINGS)
+    asked = (row["question"] for row in skill_rows() if "question" in row)
+    write(out / "skills.jsonl", ({"prompt": question} for question in itertools.islice(asked, num_skills)))
     openings = [" ".join(row["text"].split()[:WORDS]) for row in stories[FIRST_OPENING:][:num_openings]]
     write(out / "openings.jsonl", ({"prompt": opening} for opening in openings))
     write(out / "stories.jsonl", ({"text": row["text"].strip()[:STORY_CHARACTERS]} for row in stories[:num_stories]))

@@ -24,7 +24,10 @@ from studies.smollm2_tofu import data, model
 
 HERE = Path(__file__).parent
 GRIDS = {"smooth": "GRID.yaml", "blocks": "GRID_blocks.yaml", "wrong": "GRID_wrong.yaml"}
-REPLAY = {"replay": "GRID_replay.yaml"}  # not among the default: its question came after the others
+REPLAY = {
+    "replay": "GRID_replay.yaml",
+    "breadth": "GRID_breadth.yaml",
+}  # not among the default: their question came later
 QUICK = {"quick": "GRID_quick.yaml"}
 PRECISION = "precision", "GRID_precision.yaml"
 POLL_S = 2.0
