@@ -113,7 +113,7 @@ class TokenLoss(nn.Module):
             outputs = one_pass(head, hidden, flat_labels, readouts, weighting, **places)
         else:
             found = self._in_chunks(hidden, flat_labels, readouts, num_chunks)
-            outputs = {name: _scatter(values, targets, labels) for name, values in found.items()}
+            outputs = {name: scatter(values, targets, labels) for name, values in found.items()}
             if weighting is not None:
                 detached = {name: values.detach() for name, values in outputs.items()}
                 outputs = {**detached, "total": weighting.total(weighting.weights(detached), outputs)}
@@ -192,7 +192,7 @@ def _at_targets(values: torch.Tensor, targets: torch.Tensor | None) -> torch.Ten
     return values if targets is None else values.index_select(0, targets)
 
 
-def _scatter(values: torch.Tensor, targets: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
+def scatter(values: torch.Tensor, targets: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
     """[targets, ...] to [batch, seq, ...], 0 elsewhere; no view, since FSDP2 hooks what the root returns."""
     if targets is not None:
         values = values.new_zeros(labels.numel(), *values.shape[1:]).index_copy(0, targets, values)

@@ -128,3 +128,30 @@ def validated() -> Trainer.Config:
     config.validator = Validator.Config(enable=True, freq=2, dataloader=rows)
     config.checkpoint.last_save_in_hf = config.checkpoint.last_save_model_only = True
     return config
+
+
+def preserving() -> Trainer.Config:
+    """FINCH with self_replay, and a probe of each kind: rows as the recipe takes them, one a sequence."""
+    from finch.integrations.titan import to_finch_config
+
+    base, stories = plain(), str(Path(os.environ["FINCH_TEST_ROWS"]).parents[1] / "tinystories/stories.jsonl")
+    base.dataloader.is_packed = False
+    config = to_finch_config(base, preserve=True, eta_max=2.5e-3, init="first_batch")
+    config.self_replay |= {"rows": 10, "max_new_tokens": 12}
+    perturbed = os.environ["FINCH_TEST_ROWS"].replace("full", "forget10_perturbed")
+    config.probes = {
+        "own": {"kind": "self", "data_files": os.environ["FINCH_TEST_ROWS"], "rows": 5, "max_new_tokens": 10},
+        "stories": {"kind": "text", "data_files": stories, "rows": 3},
+        "choices": {"kind": "multiple_choice", "data_files": perturbed, "rows": 3},
+    }
+    config.probes_every_n_steps = 3
+    return config
+
+
+def stopping() -> Trainer.Config:
+    """The same without replay, each token's logits at once, and a budget that ends the run at its third evaluation of the KL."""
+    config = preserving()
+    config.self_replay, config.loss = {}, CrossEntropyLoss.Config()
+    config.forgetting_budget = {"probe": "own", "metric": "kl", "max_increase": 0.7, "action": "stop"}
+    config.checkpoint.last_save_in_hf = config.checkpoint.last_save_model_only = True
+    return config

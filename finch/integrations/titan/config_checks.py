@@ -11,11 +11,14 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer
+from torchtitan.models.common.decoder import Decoder
 
 from finch.base.errors import UserError
+from finch.base.extras import require_extras
 from finch.base.log import logger
 from finch.integrations.titan.losses import ObjectiveLoss, build_objective, inner_loss
 from finch.integrations.titan.lr_scheduler import FinchLRSchedulersContainer, build_schedule
+from finch.integrations.titan.recipe_config import RECIPE_KEYS, pretrained_folder
 from finch.models.hf_config import attention_window
 
 _STATE = "lr_scheduler."
@@ -28,11 +31,21 @@ _ROPE_TYPES = {"default": "none", "llama3": "llama", "yarn": "yarn"}
 
 def check_config(config: Any) -> None:
     """Raises UserError for a setting of a ``FinchTrainer.Config`` that FINCH cannot work with."""
+    spec = config.model_spec
+    if not isinstance(spec.model, Decoder.Config):
+        raise UserError(
+            f"model_spec={spec.name} {spec.flavor} is no text decoder, of whose tokens FINCH follows the loss"
+        )
     _check_parallelism(config.parallelism)
     _check_schedule(config)
     _check_loss(config.loss, config.parallelism)
     _check_checkpoint(config)
     _check_pretrained(config)
+    if any(getattr(config, key) for key in RECIPE_KEYS):
+        require_extras(f"{', '.join(RECIPE_KEYS[:2])} in TorchTitan", "torchtune")
+        from finch.integrations.titan.recipe_hooks import check_keys
+
+        check_keys(config)
 
 
 def _check_parallelism(parallelism: Any) -> None:
@@ -124,14 +137,6 @@ def _folder_to_load(run: Path, checkpoint: Any) -> Path | None:
     if step == -1 and checkpoint.initial_load_path and not checkpoint.initial_load_model_only:
         return Path(checkpoint.initial_load_path)
     return None
-
-
-def pretrained_folder(config: Any) -> Path | None:
-    """The Hugging Face folder whose weights a run takes; None: it takes no such weights."""
-    checkpoint = config.checkpoint
-    if not (checkpoint.enable and checkpoint.initial_load_in_hf):
-        return None
-    return Path(checkpoint.initial_load_path or config.hf_assets_path)
 
 
 def _check_pretrained(config: Any) -> None:

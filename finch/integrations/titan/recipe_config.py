@@ -4,6 +4,7 @@ link ``epoch_N``."""
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,6 @@ from torchtitan.config import TrainingConfig
 from finch.base import files
 from finch.base.log import logger
 from finch.base.run_files import CONFIG, is_epoch
-from finch.integrations.titan.config_checks import pretrained_folder
 from finch.integrations.titan.dataloader import RowsDataLoader
 from finch.integrations.titan.losses import ObjectiveLoss, inner_loss
 from finch.integrations.titan.lr_scheduler import FinchLRSchedulersContainer
@@ -25,24 +25,47 @@ _ROWS_KEYS = (
     *("source", "data_files", "name", "split", "format", "column_map"),
     *("part", "validation_fraction", "split_seed"),
 )
+RECIPE_KEYS = ("self_replay", "probes", "probes_every_n_steps", "forgetting_budget")
+"""Of a ``FinchTrainer.Config``, with the recipe's names and values."""
 _SCHEDULE_KEYS = ("eta_max", "eta_base", "ema", "eps", "on_nonfinite", "max_nonfinite", "warmup_steps")
+
+
+def pretrained_folder(config: Any) -> Path | None:
+    """The Hugging Face folder whose weights a run takes; None: it takes no such weights."""
+    checkpoint = config.checkpoint
+    if not (checkpoint.enable and checkpoint.initial_load_in_hf):
+        return None
+    return Path(checkpoint.initial_load_path or config.hf_assets_path)
 
 
 def write_config(trainer: Any, folder: Path) -> None:
     """Writes RUN/config.yaml; by one rank. Not for weights that are no Hugging Face folder's, and not without the extra ``torchtune``, which the
     commands that read it need as well."""
     config = trainer.config
-    pretrained = pretrained_folder(config)
-    if pretrained is None or not find_spec("omegaconf"):
+    if pretrained_folder(config) is None or not find_spec("omegaconf"):
         return
     from omegaconf import OmegaConf
 
-    weights = str(pretrained.resolve())
+    ranks = trainer.parallel_dims.dp_replicate * trainer.parallel_dims.dp_shard
+    command = f"finch run{f' --nproc_per_node {ranks}' if ranks > 1 else ''} {folder}/{CONFIG} output_dir=NEW"
+    blocks = recipe_blocks(trainer)
+    differences = _differences(config, blocks["epochs"])
+    lines = [f"The run that TorchTitan has trained here, for finch's recipe: {command}", *differences]
+    folder.mkdir(parents=True, exist_ok=True)
+    with files.atomic_file(folder / CONFIG) as partial:
+        files.write_text(
+            partial, "".join(f"# {line}\n" for line in lines) + OmegaConf.to_yaml(OmegaConf.create(blocks))
+        )
+
+
+def recipe_blocks(trainer: Any) -> dict[str, Any]:
+    """The recipe's config of a run that takes the weights of a Hugging Face folder."""
+    config, weights = trainer.config, str((pretrained_folder(trainer.config) or Path()).resolve())
     rounds, number = getattr(trainer.dataloader, "rounds_per_epoch", None), trainer.gradient_accumulation_steps
     steps = config.training.steps
     epochs = 1 if rounds is None else -(-steps * number // rounds)
     blocks: dict[str, Any] = {
-        "output_dir": str(folder.resolve()),
+        "output_dir": str(Path(config.dump_folder).resolve()),
         "model": {"_component_": "finch.models.auto", "path": weights},
         "tokenizer": _tokenizer(config),
         "checkpointer": {
@@ -66,14 +89,9 @@ def write_config(trainer: Any, folder: Path) -> None:
         "clip_grad_norm": config.training.max_norm or None,
         "dtype": _dtype(config.training),
         "device": "auto",
+        **{key: getattr(config, key) or None for key in RECIPE_KEYS},
     }
-    ranks = trainer.parallel_dims.dp_replicate * trainer.parallel_dims.dp_shard
-    command = f"finch run{f' --nproc_per_node {ranks}' if ranks > 1 else ''} {folder}/{CONFIG} output_dir=NEW"
-    lines = [f"The run that TorchTitan has trained here, for finch's recipe: {command}", *_differences(config, epochs)]
-    given = OmegaConf.create({key: value for key, value in blocks.items() if value is not None})
-    folder.mkdir(parents=True, exist_ok=True)
-    with files.atomic_file(folder / CONFIG) as partial:
-        files.write_text(partial, "".join(f"# {line}\n" for line in lines) + OmegaConf.to_yaml(given))
+    return {key: value for key, value in blocks.items() if value is not None}
 
 
 def link_model(folder: Path, model: Path, epoch: int) -> None:
@@ -88,6 +106,16 @@ def link_model(folder: Path, model: Path, epoch: int) -> None:
         link.symlink_to(os.path.relpath(model.resolve(), folder.resolve()))
     except OSError as error:
         logger.warning(f"{link} is no link to {model} ({error}): give finch's commands that folder")
+
+
+def complete_folder(folder: Path, assets: Path) -> None:
+    """Adds config and tokenizer of the pretrained folder to exported weights, so that transformers loads the folder."""
+    if not folder.is_dir() or not any(folder.glob("*.safetensors")):
+        return
+    for file in assets.glob("*"):
+        is_text = file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(".index.json")
+        if is_text and not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
 
 
 def _differences(config: Any, epochs: int) -> Iterator[str]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,11 @@ from torchtitan.trainer import Trainer
 from finch.base.dtensor import to_local
 from finch.base.errors import UserError, report_user_errors
 from finch.base.log import logger
+from finch.config.schema import SelfReplay
 from finch.integrations.titan.config_checks import check_config
 from finch.integrations.titan.losses import ObjectiveLoss, initial_loss
 from finch.integrations.titan.lr_scheduler import FinchLRSchedulersContainer
-from finch.integrations.titan.recipe_config import link_model, write_config
+from finch.integrations.titan.recipe_config import RECIPE_KEYS, complete_folder, link_model, write_config
 from finch.training.metrics import MetricsLog
 
 
@@ -39,6 +39,18 @@ class FinchTrainer(Trainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
+        self_replay: dict[str, Any] = field(default_factory=dict)
+        """The recipe's block of this name, such as {"strength": 0.3}; empty: none."""
+
+        probes: dict[str, Any] = field(default_factory=dict)
+        """The recipe's probes, by name, such as {"own_answers": {"kind": "self"}}."""
+
+        forgetting_budget: dict[str, Any] = field(default_factory=dict)
+        """The recipe's budget of a probe; a run that it stops ends as at its last step."""
+
+        probes_every_n_steps: int | None = None
+        """How often probes are evaluated; None: by their cost."""
+
         def build(self, **kwargs: Any) -> FinchTrainer:
             with _reported_under_torchrun():
                 return Trainer.Config.build(self, **kwargs)
@@ -54,12 +66,19 @@ class FinchTrainer(Trainer):
         self._objective = inner if isinstance(inner, ObjectiveLoss) else None
         self._step_loss: torch.Tensor | None = None
         self._has_begun = False
+        self._hooks = None
+        if any(getattr(config, key) for key in RECIPE_KEYS):
+            from finch.integrations.titan.recipe_hooks import RecipeHooks
+
+            self._hooks = RecipeHooks(self)
         self.optimizers.register_step_pre_hook(self._set_lr)
 
     def train(self) -> None:
         """As TorchTitan's; a mistake in the data is one line, and a Hugging Face folder of the last step is complete and found by its link."""
         with _reported_under_torchrun():
             Trainer.train(self)
+            if self._hooks is not None:
+                self._hooks.end()
         checkpoint, folder = self.config.checkpoint, Path(self.config.dump_folder)
         if checkpoint.enable and checkpoint.last_save_in_hf and torch.distributed.get_rank() == 0:
             model = folder / checkpoint.folder / f"step-{self.step}"
@@ -79,14 +98,19 @@ class FinchTrainer(Trainer):
             "grad_norm": self._grad_norm,
             "num_target_tokens": self._num_targets,
         }
+        if self._hooks is not None:
+            metrics |= self._hooks.metrics()
         self.run_metrics.add_step(self.step, metrics)
         if self.metrics_processor.should_log(self.step) and (skipped := self.lr_schedulers.schedule.check()):
             logger.warning(f"{skipped} updates with a non-finite loss or gradient were skipped up to step {self.step}")
+        if self._hooks is not None:
+            is_last = self.step == self.config.training.steps or self._epoch(self.step + 1) > self._epoch()
+            self._hooks.after_step(self.step, self._epoch(), is_epoch_end=is_last)
 
-    def _epoch(self) -> int:
-        """Of the last step, from 0."""
+    def _epoch(self, step: int | None = None) -> int:
+        """Of a step, or the last one, from 0."""
         rounds = getattr(self.dataloader, "rounds_per_epoch", None)
-        return 0 if rounds is None else (self.step - 1) * self.gradient_accumulation_steps // rounds
+        return 0 if rounds is None else ((step or self.step) - 1) * self.gradient_accumulation_steps // rounds
 
     def forward_backward_step(self, *, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor) -> torch.Tensor:
         """As TorchTitan's, and collects the loss.
@@ -94,6 +118,8 @@ class FinchTrainer(Trainer):
         Returns [] this rank's share of the step's mean loss in nats, for TorchTitan's log; 0 where it is not finite: FINCH decides what
         happens then, where TorchTitan would end the run at its next log.
         """
+        if self._hooks is not None and self._step_loss is None:  # the step's first micro-batch
+            self._hooks.backward_replayed(self.step)
         loss = Trainer.forward_backward_step(
             self, input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
         )
@@ -113,6 +139,8 @@ class FinchTrainer(Trainer):
         if torch.distributed.get_rank() == 0:
             write_config(self, Path(self.config.dump_folder))
         self.run_metrics.open(self.step - 1)
+        if self._hooks is not None:
+            self._hooks.begin(self.step - 1)
         self.metrics_processor.time_last_log = time.perf_counter()
 
     def _set_lr(self, *_: Any) -> None:
@@ -166,6 +194,17 @@ class RunMetrics(BaseLogger):
         self._lines.add(step, metrics)
         self._lines.report()
 
+    def flush(self) -> None:
+        self._lines.flush()
+
+    def reset_timer(self) -> None:
+        self._lines.reset_timer()
+
+    def write_event(self, line: dict[str, Any]) -> None:
+        """Adds a line of probes, which TorchTitan's loggers get too."""
+        self._lines.write_event(line)
+        self._inner.log({name: value for name, value in line.items() if name.startswith("probe/")}, line["step"])
+
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Called by TorchTitan at the steps that it logs, and after validation."""
         if "grad_norm" in metrics:
@@ -181,10 +220,12 @@ class RunMetrics(BaseLogger):
         self._inner.close()
 
 
-def to_finch_config(config: Trainer.Config, **schedule: Any) -> FinchTrainer.Config:
+def to_finch_config(config: Trainer.Config, *, preserve: bool = False, **schedule: Any) -> FinchTrainer.Config:
     """A FINCH run of what ``config`` trains; ``config`` stays as it is.
 
         config = to_finch_config(llama3_8b(), eta_max=5e-5, init="dataset")
+
+    ``preserve``: the recipe's ``method=preserve``, with self_replay; at the end ``finch average DUMP_FOLDER`` averages.
 
     ``schedule`` are fields of :class:`FinchLRSchedulersContainer.Config`; the optimizer's ``lr`` is eta_base. Settings that FINCH cannot work
     with are refused when the trainer is built, since the command line may still change them.
@@ -207,17 +248,9 @@ def to_finch_config(config: Trainer.Config, **schedule: Any) -> FinchTrainer.Con
             raise UserError(f"{key}={schedule[key]!r} is no setting of FINCH; its settings are {', '.join(known)}")
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     values["lr_scheduler"] = FinchLRSchedulersContainer.FINCHConfig(**schedule)
+    if preserve:  # all of them, since the command line can change those that are here
+        values["self_replay"] = SelfReplay().model_dump(exclude_none=True)
     return FinchTrainer.Config(**values)
-
-
-def complete_folder(folder: Path, assets: Path) -> None:
-    """Adds config and tokenizer of the pretrained folder to exported weights, so that transformers loads the folder."""
-    if not folder.is_dir() or not any(folder.glob("*.safetensors")):
-        return
-    for file in assets.glob("*"):
-        is_text = file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(".index.json")
-        if is_text and not (folder / file.name).exists():
-            shutil.copyfile(file, folder / file.name)
 
 
 @contextlib.contextmanager

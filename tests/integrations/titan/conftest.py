@@ -7,7 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from helpers.runs import Run, run_here
 from helpers.titan_runs import TitanRun, finished, job, rows_environment, run_jobs
+from omegaconf import OmegaConf
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +29,7 @@ def one_rank(once, shared_data: Path) -> dict[str, TitanRun]:
     """Runs on one process."""
     dataset, short = ("--lr_scheduler.init", "dataset"), ("--training.steps", "6")
     saved = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "10")
-    changed = ("--dataloader.split", "train[:32]")
+    changed, four = ("--dataloader.split", "train[:32]"), ("--checkpoint.interval", "4")
     jobs = [
         job("straight", *dataset),
         job("accumulated", "--training.local_batch_size", "4", "--training.global_batch_size", "8", *dataset),
@@ -39,6 +41,10 @@ def one_rank(once, shared_data: Path) -> dict[str, TitanRun]:
         job("raised", *short, nonfinite={3: "gradient"}),
         *(job(name, *dataset, "--training.steps", "4", config=name) for name in ("dft", "eaft", "talr")),
         job("validated", "--training.steps", "4", config="validated"),
+        job("preserving", "--training.steps", "8", config="preserving"),
+        job("preserved_first", *four, "--training.steps", "5", config="preserving", folder="preserved"),
+        job("preserved", *four, "--training.steps", "8", "--checkpoint.load_step", "4", config="preserving"),
+        job("stopping", config="stopping"),
         job("cached_first", *dataset, "--training.steps", "1", folder="cached"),
         job("cached", *dataset, "--training.steps", "1", "--checkpoint.folder", "second", folder="cached"),
         job("changed", *dataset, *changed, "--training.steps", "1", "--checkpoint.folder", "third", folder="cached"),
@@ -61,6 +67,27 @@ def two_ranks(once, shared_data: Path) -> dict[str, TitanRun]:
         job("resumed", *dataset, *half, *saved, "--checkpoint.load_step", "10"),
         job("skipped", *half, *skip, nonfinite={3: "gradient"}),
         job("validated", *half, "--training.steps", "2", config="validated"),
+        job("preserving", *half, "--training.steps", "8", config="preserving"),
+        job(
+            "tensor_preserving",
+            "--parallelism.tensor_parallel_degree",
+            "2",
+            "--training.steps",
+            "8",
+            config="preserving",
+        ),
         job("tensor_skipped", "--parallelism.tensor_parallel_degree", "2", *skip, nonfinite={3: "gradient"}),
     ]
     return finished(jobs, once("titan_2", lambda folder: run_jobs(2, jobs, folder, shared_data)))
+
+
+@pytest.fixture(scope="session")
+def recipe_runs(tmp_path_factory, one_rank: dict[str, TitanRun]) -> dict[str, Run]:
+    """finch's torchtune recipe on the configs that TorchTitan's runs have left, with cross-entropy and each objective that TorchTitan's loss can be."""
+    folder, runs = tmp_path_factory.mktemp("recipe"), {}
+    for name in ("straight", "dft", "eaft", "talr", "preserving"):
+        config = OmegaConf.to_container(OmegaConf.load(one_rank[name].folder / "config.yaml"))
+        assert config["dataset"]["packed"] == (name != "preserving")
+        runs[name] = run_here(folder / name, {**config, "output_dir": str(folder / name)})
+        assert runs[name].returncode == 0, runs[name].output[-3000:]
+    return runs

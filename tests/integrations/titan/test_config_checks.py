@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from contextlib import nullcontext
 from importlib import metadata
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -51,6 +52,9 @@ def check(finch_config):
     return check_changed
 
 
+LINEAR = SimpleNamespace(in_features=1)
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -63,6 +67,14 @@ def check(finch_config):
         ("loss", {"objective": "TALR"}, "loss.tau=None"),
         ("loss", {"objective": "DFT", "tau": 1.0}, "loss.tau=1.0 belongs to TALR"),
         ("loss", {"objective": "FLOW"}, "loss.objective=FLOW must be DFT, TALR or EAFT"),
+        ("self_replay", {"stregth": 1.0}, "unknown key self_replay.stregth=1.0, did you mean self_replay.strength?"),
+        ("probes", {"own": {"kind": "text"}}, "probes.own has no rows"),
+        (
+            "forgetting_budget",
+            {"probe": "own", "max_increase": 0.1},
+            "forgetting_budget.probe=own: there are no probes",
+        ),
+        ("model_spec.model", LINEAR, "model_spec=llama3 test is no text decoder"),
         ("model_spec.model.layers", lambda layers: layers[:-1], "num_hidden_layers=5"),
     ],
 )
@@ -70,6 +82,36 @@ def test_setting_is_refused(check, path, value, message):
     from finch.integrations.titan.losses import ObjectiveLoss
 
     assert message in check(path, ObjectiveLoss.Config(**value) if path == "loss" else value)
+
+
+@pytest.mark.parametrize(
+    ("block", "name", "value", "message"),
+    [
+        ("checkpoint", "initial_load_in_hf", False, "self_replay: what the pretrained model answers is measured"),
+        ("parallelism", "context_parallel_degree", 2, "context_parallel_degree=2 is not supported with self_replay"),
+    ],
+)
+def test_setting_is_refused_with_self_replay(finch_config, block, name, value, message):
+    from finch.integrations.titan.config_checks import check_config
+
+    config = finch_config()
+    setattr(getattr(config, block), name, value)
+    check_config(config)
+    config.self_replay = {"strength": 0.3}
+    with pytest.raises(UserError, match=message):
+        check_config(config)
+
+
+def test_preserve_has_the_recipes_settings_and_takes_options(plain):
+    from torchtitan.config import ConfigManager
+
+    from finch.config.schema import SelfReplay
+    from finch.integrations.titan import to_finch_config
+
+    defaults = SelfReplay().model_dump()
+    assert to_finch_config(plain(), preserve=True).self_replay.items() <= defaults.items()
+    arguments = ["--module", "helpers.titan_configs", "--config", "preserving", "--self_replay.strength", "1.0"]
+    assert ConfigManager().parse_args(arguments).self_replay["strength"] == 1.0
 
 
 @pytest.mark.parametrize("total_steps", [None, 6])

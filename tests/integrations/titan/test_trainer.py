@@ -7,9 +7,8 @@ import pytest
 import torch
 import transformers
 from helpers.causal_lm import finch_rates, mean_loss
-from helpers.runs import finch, run_here
+from helpers.runs import finch
 from helpers.titan_runs import start
-from omegaconf import OmegaConf
 
 from finch.data.rows import rows_dataset
 from finch.models import auto_tokenizer
@@ -21,18 +20,6 @@ LAYOUTS = ("fsdp", "hsdp", "tensor")
 def largest_difference(one, other):
     """Relative."""
     return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
-
-
-@pytest.fixture(scope="session")
-def recipe_runs(tmp_path_factory, one_rank):
-    """finch's torchtune recipe on the configs that TorchTitan's runs have left, with cross-entropy and each objective that TorchTitan's loss can be."""
-    folder, runs = tmp_path_factory.mktemp("recipe"), {}
-    for name in ("straight", "dft", "eaft", "talr"):
-        config = OmegaConf.to_container(OmegaConf.load(one_rank[name].folder / "config.yaml"))
-        assert config["dataset"]["packed"]
-        runs[name] = run_here(folder / name, {**config, "output_dir": str(folder / name)})
-        assert runs[name].returncode == 0, runs[name].output[-3000:]
-    return runs
 
 
 def test_lr_equals_scalar_reference_and_loss_the_logged_loss(one_rank, two_ranks):
