@@ -43,7 +43,7 @@ from finch.optim.finch_lr import ETA_MAX, FinchLR
 require_extras("finch.integrations.transformers", "hf")
 
 from accelerate.utils import send_to_device
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 STATE_FILE = "finch_state.json"
@@ -318,7 +318,7 @@ class SelfReplay(TrainerCallback):
     Before the first step the model answers prompts. Each training forward is then followed by one over this micro-batch's share of the
     step's replayed rows, and their term, strength x the mean KL over the replayed tokens of the step, joins its backward: the Trainer's own loss,
     its scaling and FINCH's loss stay the task's. The answers are in ``self_replay.safetensors`` in ``output_dir``, for a run that is resumed.
-    ``replay_kl`` is in ``log_history``. One process and DDP; FSDP, DeepSpeed and fp16 are refused.
+    ``replay_kl`` is in ``log_history``. One process, DDP and FSDP2; FSDP1, DeepSpeed and fp16 are refused.
 
     Args:
         prompts: ``"self"``: the model writes them after its chat template's beginning, or whole texts from BOS without one; or a list of texts, or
@@ -360,9 +360,9 @@ class SelfReplay(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         model, tokenizer = kwargs["model"], kwargs.get("processing_class")
-        if any(isinstance(module, FSDPModule) for module in model.modules()) or getattr(args, "deepspeed_plugin", None):
+        if getattr(args, "deepspeed_plugin", None) or _has(model, FullyShardedDataParallel):
             raise UserError(
-                "SelfReplay runs the model twice in a step, which FSDP and DeepSpeed do not allow here; use DDP, or finch's recipe"
+                "SelfReplay runs the model twice in a step, which FSDP1 and DeepSpeed do not allow here; use DDP or FSDP2, or finch's recipe"
             )
         if args.fp16:
             raise UserError("fp16=True scales the loss, which SelfReplay's term would not follow; use bf16")
@@ -381,6 +381,7 @@ class SelfReplay(TrainerCallback):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 save_answers(self._answers, file)
         loader = kwargs["train_dataloader"]
+        self._is_sharded = _has(model, FSDPModule)
         self._micro_batches = len(loader) if hasattr(loader, "__len__") else None
         self._remove_hook()  # left by a run that ended with an error
         self._hook = model.register_forward_hook(self._add_term)
@@ -452,8 +453,8 @@ class SelfReplay(TrainerCallback):
         if is_replaying(module) or not module.training or not torch.is_grad_enabled() or not self._shares:
             return output
         rows = self._shares.pop(0)
-        if rows:
-            kl = replay_kl_sum(module, rows)
+        if rows or self._is_sharded:  # FSDP2's passes are collectives: a share without rows runs one of no weight
+            kl = replay_kl_sum(module, rows or self._answers[:1]) * bool(rows)
             self._kl += kl.detach()
             term, is_done = kl * self._scale, [False]
             for name, value in output.items():  # nobody knows which of them the Trainer makes its loss of
@@ -663,6 +664,10 @@ def around_user_turn(tokenizer: Any) -> tuple[list[int], list[int] | None]:
         if after and after[0] in {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}:
             return before, after
     return [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id], None
+
+
+def _has(model: nn.Module, kind: type) -> bool:
+    return any(isinstance(module, kind) for module in model.modules())
 
 
 def _stop_tokens(model: Any, tokenizer: Any) -> list[int]:

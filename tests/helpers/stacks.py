@@ -57,7 +57,7 @@ def run_reference(data: Path, num_shares: int = 1) -> Curves:
 
 
 @functools.cache
-def run_replay_reference(data: Path) -> Curves:
+def run_replay_reference(data: Path, number: int = 4) -> Curves:
     """With the term of finch.integrations.self_replay in the plain loop."""
     from finch.integrations.self_replay import own_answers, replay_kl, step_rows
 
@@ -71,7 +71,7 @@ def run_replay_reference(data: Path) -> Curves:
         ETA_MAX,
         init=INIT,
         epochs=EPOCHS,
-        replay_kl=lambda: replay_kl(model, step_rows(answers, next(steps), number=4, seed=0)),
+        replay_kl=lambda: replay_kl(model, step_rows(answers, next(steps), number=number, seed=0)),
         strength=2.0,
     )
     return found["loss"], found["lr"]
@@ -103,6 +103,7 @@ def run_trainer(
     num_rows: int = 64,
     is_sharded: bool = False,
     is_replayed: bool = False,
+    share: float = 0.25,
     measured: Path | None = None,
     **changes: Any,
 ) -> Curves:
@@ -113,7 +114,10 @@ def run_trainer(
     config = transformers.distributed.DistributedConfig(fsdp_size=world_size()) if is_sharded else None
     model, rows = load(data, config)
     args = transformers.TrainingArguments(**{**trainer_options(folder), **changes})
-    callbacks = [FinchCallback(eta_max=ETA_MAX, init=init), *([SelfReplay(**REPLAY)] if is_replayed else [])]
+    callbacks = [
+        FinchCallback(eta_max=ETA_MAX, init=init),
+        *([SelfReplay(share=share, **REPLAY)] if is_replayed else []),
+    ]
     tokenizer = transformers.AutoTokenizer.from_pretrained(data / "stories260k")
     trainer = transformers.Trainer(
         model,
