@@ -11,6 +11,7 @@ from finch.config.schema import FullFinetuneKeys
 from finch.study.sweep.grid import RUN, cells_of, read_grid
 
 STUDY = Path("studies/smollm2_tofu")
+BREADTH = ("answers_1024", "rows_8", "rows_16", "skills", "skills_rows_16", "answers_1024_rows_16_decayed")
 THREE = {"sft": 12, "finch": 12, "constant": 12}
 CELLS = {
     "GRID.yaml": {
@@ -24,6 +25,11 @@ CELLS = {
     "GRID_replay.yaml": {
         **dict.fromkeys(("self_replay", "finch+self_replay", "wise_ft+self_replay", "wise_ft+finch+self_replay"), 6),
         **dict.fromkeys(("sft", "wise_ft"), 3),
+    },
+    "GRID_breadth.yaml": {
+        f"{kind}{name}": number
+        for name, number in {**dict.fromkeys(BREADTH, 2), "answers_1024_rows_16": 3, "cosine": 1}.items()
+        for kind in ("", "average_of_")
     },
     "GRID_quick.yaml": {"sft": 2, "wise_ft": 2, "finch": 1},
 }
@@ -49,8 +55,8 @@ def test_numbers_of_cells_and_seeds(name):
     assert len({cell.folder for cell in cells}) == len(cells)
     for (method, _), seeds in seeds_of(name).items():
         is_reference = name == "GRID_replay.yaml" and method in ("sft", "wise_ft")
-        has_one = is_reference or name == "GRID_quick.yaml" or method in ("finch_cap_5e-5", "kl")
-        assert sorted(seeds) == ([0] if has_one else [0, 1, 2])
+        has_one = is_reference or name in ("GRID_quick.yaml", "GRID_breadth.yaml") or method in ("finch_cap_5e-5", "kl")
+        assert sorted(set(seeds)) == ([0] if has_one else [0, 1, 2])
 
 
 def test_precision_has_four_rates_of_three_seeds():
@@ -91,8 +97,10 @@ def test_configs_of_all_arms_are_accepted(name, tmp_path):
         values = cell.values
         assert found == (str(cell.folder), values["optimizer.lr"], values["seed"], values.get("dtype", "fp32"))
         assert cfg.dataset.data_files.startswith(f"{tmp_path}/train")
-        assert (cfg.get("lr_scheduler") is None) == (method in ("constant", "self_replay"))
-        assert (cfg.self_replay is not None) == method.endswith("self_replay")
+        is_broad, schedule = name == "GRID_breadth.yaml", cfg.get("lr_scheduler")
+        assert (schedule is None) == (method in ("constant", "self_replay", *BREADTH[:-1], "answers_1024_rows_16"))
+        assert (cfg.self_replay is not None) == (is_broad or method.endswith("self_replay"))
+        assert schedule == {"decay": 0.33} or not method.endswith("decayed")
         if method.startswith("finch"):
             assert cfg.lr_scheduler._component_ == "finch.FinchLR"
 

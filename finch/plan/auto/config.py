@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from finch.base import hub
 from finch.base.errors import UserError
 from finch.config.instantiate import build, component_of
 from finch.config.parser import merge
+from finch.config.schema import SelfReplay
 from finch.data.row_files import local_files, source_of
 from finch.models.families import model_block
 from finch.models.hf_config import check_folder
@@ -28,13 +30,18 @@ MIN_ROWS_TO_SPLIT = 10
 GLOBAL_BATCH = 16
 """Samples per optimizer step: the smaller of the paper's two (Appendix B.2)."""
 
-LR, LR_PARAMETERS, LR_STEPS, MAX_LR = 2e-5, 4e9, 60, 1e-3
-"""The paper's eta_base and the size of its smaller model; steps behind the rates of smaller ones; the rate of the smallest that was measured."""
+LR, LR_STEPS = 2e-5, 60
+"""The paper's eta_base; steps behind the rates of smaller models."""
+_RATES = ((4e9, LR), (135e6, 4e-5), (0.29e6, 5e-4))
+"""Of models by their parameters: the paper's, and half of what learns TOFU in 60 steps (docs/choose.md), so that it starts low."""
 
 PATIENCE = 2
 """Validations without a better loss after which a run ends."""
 
 _NUM_PROMPTS, _MIN_CONTEXT = 24, 256
+
+_BYTES_PER_ANSWER, _MIN_ANSWERS = 480, 16
+"""Of rows, read in all epochs, by which training takes twice as long as one own answer of self_replay with its prompt; on two CPU cores."""
 
 _MICRO_BATCH = 4
 _BF16_MIXED_BYTES = 16
@@ -58,7 +65,8 @@ Blocks = dict[str, Any]
 def complete(
     file_blocks: Blocks, overrides: list[str], *, is_first_look: bool = False, ranks: int | None = None
 ) -> tuple[Blocks, list[str]]:
-    """Adds what a config file leaves out: model, tokenizer, dataset, dataset_validation, batch, dtype, learning rate, output_dir, a probe of own answers, early stopping.
+    """Adds what a config file leaves out: model, tokenizer, dataset, dataset_validation, batch, dtype, learning rate, output_dir, a probe of own answers, early stopping,
+    and where no method is named preserve's self_replay and average.
 
     It runs before the command line is merged, so that each key of these blocks can be overridden there. A block is left out
     if the command line names another component for it.
@@ -118,6 +126,17 @@ def complete(
         chosen["probes"] = {"own": {"kind": "self", "rows": number}}
         if not _is_removed("probes", overrides):
             messages.append(f"probes.own: {number} own answers, evaluated as it trains; ~probes removes it")
+    if context >= _MIN_CONTEXT and _leaves_method_open(given, file_blocks, overrides):
+        number = _num_answers(given)
+        chosen["self_replay"] = {"rows": number}
+        if not _is_removed("self_replay", overrides):
+            chosen["average"] = "auto"
+            shown = (
+                "" if number == SelfReplay().rows else ", so few that they take at most half of the training's own time"
+            )
+            messages.append(
+                f"self_replay: {number} own answers before the first step{shown}; method=finch trains without"
+            )
     is_validated = chosen.get("dataset_validation") or file_blocks.get("dataset_validation")
     is_validated = is_validated and not _is_removed("dataset_validation", overrides)
     if is_validated and "early_stopping" not in file_blocks and not given.get("save_last_epoch_only"):
@@ -150,10 +169,31 @@ def _fill_in(file_blocks: Blocks, chosen: Blocks) -> Blocks:
 
 
 def learning_rate(num_parameters: int, num_steps: int | None) -> float:
-    """eta_base by measured points: 2e-5 at 4 B parameters and more (the paper); in 60 steps 1e-4 at 135 M and 1e-3 at 0.29 M (docs/choose.md).
-    In five times the steps 0.29 M want a fifth of it. Rounded to one digit."""
-    rate = LR * max(1.0, LR_PARAMETERS / num_parameters) ** 0.4 * min(1.0, LR_STEPS / (num_steps or 1))
-    return float(f"{min(max(LR, rate), MAX_LR):.0e}")
+    """eta_base: ``_RATES``, between them interpolated in logarithms. In five times the steps 0.29 M parameters want a fifth of it. Rounded to
+    one digit."""
+    number, rate = min(max(num_parameters, _RATES[-1][0]), _RATES[0][0]), LR
+    for (larger, low), (smaller, high) in pairwise(_RATES):
+        if number >= smaller:
+            rate = low * (high / low) ** (math.log(larger / number) / math.log(larger / smaller))
+            break
+    return float(f"{max(LR, rate * min(1.0, LR_STEPS / (num_steps or 1))):.0e}")
+
+
+def _leaves_method_open(given: DictConfig, file_blocks: Blocks, overrides: list[str]) -> bool:
+    """Whether nothing speaks against ``method=preserve``'s keys."""
+    names_method = any(override.startswith("method=") for override in overrides)
+    return not (names_method or OmegaConf.select(given, "dataset.packed") or "self_replay" in file_blocks)
+
+
+def _num_answers(given: DictConfig) -> int:
+    """How many own answers are replayed: as the recipe's default, or what takes half of the training's time, by the size of the rows' files."""
+    number = SelfReplay().rows
+    if given.get("data_files") is None:
+        return number
+    files = [Path(name) for name in local_files(_file_names(given)) if Path(name).is_file()]
+    epochs = given.get("epochs")
+    read = sum(file.stat().st_size for file in files) * (epochs if isinstance(epochs, int) else 1)
+    return max(_MIN_ANSWERS, min(number, read // _BYTES_PER_ANSWER)) if files else number
 
 
 def _user_values(file_blocks: Blocks, overrides: list[str]) -> DictConfig:

@@ -53,7 +53,7 @@ def test_auto_config_names_builder_rows_and_batch(folder, rows_file):
     assert OmegaConf.to_container(cfg.dataset_validation, resolve=True) == {**rows, "part": "validation"}
     assert (cfg.dtype, cfg.batch_size, cfg.gradient_accumulation_steps) == ("fp32", 4, 4)
     assert cfg.output_dir == "out/auto/Tiny_Qwen3-rows"
-    assert (cfg.optimizer.lr, cfg.lr_scheduler.eta_max, cfg.epochs) == (1e-3, "auto", 5)
+    assert (cfg.optimizer.lr, cfg.lr_scheduler.eta_max, cfg.epochs) == (5e-4, "auto", 5)
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,12 @@ def test_auto_config_names_builder_rows_and_batch(folder, rows_file):
     [
         (8e9, 10, 2e-5),
         (4e9, 1000, 2e-5),
-        (135e6, 60, 8e-5),
-        (135e6, None, 8e-5),
-        (0.29e6, 60, 9e-4),
-        (0.29e6, 300, 2e-4),
+        (1.7e9, 60, 2e-5),
+        (135e6, 60, 4e-5),
+        (135e6, None, 4e-5),
+        (0.29e6, 60, 5e-4),
+        (0.29e6, 300, 1e-4),
+        (1e5, 60, 5e-4),
         (135e6, 5000, 2e-5),
     ],
 )
@@ -91,6 +93,28 @@ def test_auto_config_measures_what_is_forgotten(folder, rows_file, monkeypatch, 
     caplog.clear()
     assert auto(*given, "~probes").probes is None
     assert "probes.own" not in caplog.text
+
+
+def test_auto_config_preserves_unless_a_method_is_named(folder, rows_file, tmp_path, monkeypatch, caplog):
+    """With as many own answers as take half of the training's time, by the rows' bytes."""
+    given = f"model_dir={folder}", "device=cpu"
+    assert auto(*given, f"data_files={rows_file}").self_replay is None  # a context of 64 tokens
+    monkeypatch.setattr("finch.auto.config._MIN_CONTEXT", 64)
+    many = tmp_path / "many.jsonl"
+    many.write_bytes(rows_file.read_bytes() * (10_000 // rows_file.stat().st_size + 1))
+    for rows, epochs, number in ((rows_file, 1, 16), (many, 5, many.stat().st_size * 5 // 480), (many, 100, 128)):
+        caplog.clear()
+        cfg = auto(*given, f"data_files={rows}", f"epochs={epochs}")
+        assert (cfg.self_replay.rows, cfg.self_replay.strength, cfg.average) == (number, 0.3, "auto")
+        assert (f"self_replay: {number} own answers" in caplog.text, "at most half" in caplog.text) == (
+            True,
+            number < 128,
+        )
+    for word in ("method=finch", "method=sft", "~self_replay", "dataset.packed=True"):
+        cfg = auto(*given, f"data_files={rows_file}", word)
+        assert (cfg.self_replay, cfg.average) == (None, None), word
+    assert auto(*given, f"data_files={rows_file}", "method=preserve").self_replay.rows == 128
+    assert auto(*given, f"data_files={rows_file}", "self_replay.rows=7").self_replay.rows == 7
 
 
 def test_auto_config_ranks_share_one_global_batch(folder, rows_file, monkeypatch):
