@@ -35,7 +35,7 @@ QUICK_SHARE = 0.25
 NUM_BLOCKS, NUM_PASSES, SEEDS, WRONG = 3, 5, 3, 0.1
 NUM_LONG, NUM_MANY = 300 * 16, 3600
 FIRST_OPENING, NUM_OPENINGS, WORDS = 300, 64, 12
-NUM_SKILLS = 471  # all that are one question
+NUM_SKILLS = 468  # of 471 that are one question
 PROMPT_CHARACTERS, STORY_CHARACTERS = 400, 800
 
 HUB = {  # local file: repository, configuration, split
