@@ -32,6 +32,7 @@ def run(smollm2, tmp_path_factory):
     config = yaml.safe_load(find_config("auto").read_text())
     config |= {"model_dir": str(smollm2), "data_files": rows, "device": "cpu"}
     config |= {"epochs": 1, "batch_size": BATCH, "gradient_accumulation_steps": 1, "shuffle": False}
+    config["self_replay"], config["optimizer"]["lr"] = None, ETA_BASE
     yield finished(folder, config)
     shutil.rmtree(folder)  # gigabytes
 
