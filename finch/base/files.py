@@ -109,6 +109,12 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+def replace_text(path: Path, text: str, *, is_shared: bool = False) -> None:
+    """Writes a file completely or not at all; see :func:`atomic_file`."""
+    with atomic_file(path, is_shared=is_shared) as partial:
+        write_text(partial, text)
+
+
 def make_folder(path: Path) -> None:
     """Makes a folder and those above it that are missing, and waits until their names are on the disk."""
     existing = existing_part(path)

@@ -90,10 +90,7 @@ def models_in(folder: Path) -> list[Path]:
         return [folder]
     cells = [cell.parent for cell in sorted(folder.glob(f"*/{CELL}")) if chosen_model(cell.parent) is not None]
     # Of one model; of the models of a sweep, a folder for each.
-    averages = [
-        *folder.glob(f"alpha_*/{HF_CONFIG}"),
-        *folder.glob(f"*/alpha_*/{HF_CONFIG}"),
-    ]
+    averages = [*folder.glob(f"alpha_*/{HF_CONFIG}"), *folder.glob(f"*/alpha_*/{HF_CONFIG}")]
     return cells or sorted(path.parent for path in averages) or [folder]
 
 

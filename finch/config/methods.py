@@ -166,8 +166,7 @@ METHODS: dict[str, Method] = {
         "anchored SFT: dft with kl's penalty", {"loss": {"_component_": "finch.objectives.DFT"}, **KL_PENALTY}
     ),
     "self_replay": Method(
-        "sft that also replays the pretrained model's own answers, held to its distributions",
-        {"self_replay": {}},
+        "sft that also replays the pretrained model's own answers, held to its distributions", {"self_replay": {}}
     ),
     "lora": Method(
         "sft of low-rank adapters on all linear layers, rank 64, optimizer.lr=2e-4 unless it is given; finch run takes the recipe finch_lora_finetune",

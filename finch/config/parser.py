@@ -24,14 +24,7 @@ from finch.base.files import exists
 from finch.base.log import logger
 from finch.config import methods
 from finch.config.foreign import ROWS
-from finch.config.instantiate import (
-    component_of,
-    find_config,
-    find_users_components,
-    first_line,
-    load_config,
-    locate,
-)
+from finch.config.instantiate import component_of, find_config, find_users_components, first_line, load_config, locate
 from finch.config.key_search import recipe_help
 from finch.config.resolved import format_override
 from finch.config.schema import RECIPES, FullFinetuneKeys, Keys, keys

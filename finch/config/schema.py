@@ -556,8 +556,7 @@ class LoraBuilder(Arguments):
         return r"\.lora_\w+$"
 
     lora_attn_modules: Annotated[
-        list[Any],
-        WithJsonSchema({"type": "array", "items": {"enum": ["q_proj", "k_proj", "v_proj", "output_proj"]}}),
+        list[Any], WithJsonSchema({"type": "array", "items": {"enum": ["q_proj", "k_proj", "v_proj", "output_proj"]}})
     ]
     """the attention's layers with adapters; all four with method=lora"""
     apply_lora_to_mlp: bool = False

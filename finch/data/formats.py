@@ -125,10 +125,7 @@ def _detect(table: Table, source: str, column_map: Mapping[str, str]) -> RowForm
 
 
 def detect_columns(
-    names: Iterable[str],
-    row: Mapping[str, Any],
-    format: str = AUTO,
-    column_map: Mapping[str, str] | None = None,
+    names: Iterable[str], row: Mapping[str, Any], format: str = AUTO, column_map: Mapping[str, str] | None = None
 ) -> RowFormat:
     """The format of a table's rows by its column names and one row. Raises UserError if there is no known format, or not the one that
     ``format`` names."""
@@ -264,17 +261,10 @@ def _listed(names: Iterable[str]) -> str:
 
 # torchtune calls a tool's answer "ipython".
 ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "function_call": "assistant",
-    "tool": "ipython",
-    "function": "ipython",
-    "observation": "ipython",
-    "ipython": "ipython",
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython"), "ipython"),
 }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -48,6 +49,12 @@ class GlobalOrder:
     drop_last: bool = False
     indices: Callable[[int], Sequence[int]] | None = None
     lengths: torch.Tensor | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, cfg: Any, num_samples: int, ranks: int, **options: Any) -> GlobalOrder:
+        """A config's order."""
+        sizes = {"micro_batch": cfg.batch_size, "accumulation": cfg.gradient_accumulation_steps}
+        return cls(num_samples, ranks=ranks, drop_last=cfg.drop_last, **sizes, **options)
 
     @property
     def global_batch(self) -> int:

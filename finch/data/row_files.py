@@ -392,11 +392,7 @@ def part_indices(
     num_test, num_validation = round(test_fraction * len(rows)), round(validation_fraction * len(rows))
     test_end = cut_after(num_test)
     validation_end = max(test_end, cut_after(num_test + num_validation))
-    parts = {
-        "test": order[:test_end],
-        "validation": order[test_end:validation_end],
-        "train": order[validation_end:],
-    }
+    parts = {"test": order[:test_end], "validation": order[test_end:validation_end], "train": order[validation_end:]}
     shares = {"test": test_fraction, "validation": validation_fraction, "train": 1.0}
     if empty := next((name for name, share in shares.items() if share > 0 and not parts[name]), None):
         raise UserError(

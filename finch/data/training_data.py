@@ -61,16 +61,9 @@ class TrainingData:
         self.mixture = mix(cfg, self.samples, seed)
         if self.mixture is not None:
             logger.info(f"dataset: {self.mixture.describe([source for _, source in self.samples.parts])}")
-        self.order = GlobalOrder(
-            len(self.samples) if self.mixture is None else self.mixture.num_samples,
-            micro_batch=cfg.batch_size,
-            accumulation=cfg.gradient_accumulation_steps,
-            ranks=parallel.data_parallel_size,
-            shuffle=cfg.shuffle,
-            seed=seed,
-            drop_last=cfg.drop_last,
-            indices=None if self.mixture is None else self.mixture.indices,
-        )
+        number = len(self.samples) if self.mixture is None else self.mixture.num_samples
+        options = {"shuffle": cfg.shuffle, "seed": seed, "indices": self.mixture and self.mixture.indices}
+        self.order = GlobalOrder.of(cfg, number, parallel.data_parallel_size, **options)
         self._check_sizes()
         collate = locate(cfg.collate_fn, "collate_fn")
         self.collator = functools.partial(collator, tokenizer=tokenizer, collate=collate)

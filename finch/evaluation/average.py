@@ -97,8 +97,7 @@ class Front:
             logger.info(f"alpha {alpha:g}: {point.learned:.4f} on the task, forgotten {point.forgotten:.4f}")
             if self._group.is_rank_zero:
                 content = {"fingerprint": self._fingerprint, "points": [list(vars(each).values()) for each in self]}
-                with files.atomic_file(self._file) as partial:
-                    partial.write_text(json.dumps(content) + "\n")
+                files.replace_text(self._file, json.dumps(content) + "\n")
         return self.points[alpha]
 
     def __iter__(self) -> Iterator[Point]:
@@ -430,8 +429,7 @@ def _write_front(averages: Averages, front: Front, chosen: Point, lines: list[st
     text = "\n".join("| " + " | ".join(row) + " |" for row in table)
     card = f"# {averages.run.name}, averaged with its pretrained model\n\n" + "\n\n".join(lines)
     card += f"\n\ntheta = (1 - {chosen.alpha:g}) x {averages.base.folder} + {chosen.alpha:g} x {tuned_folder(averages.run)}\n\n{text}\n"
-    with files.atomic_file(averages.out / "README.md") as partial:
-        partial.write_text(card, encoding="utf-8")
+    files.replace_text(averages.out / "README.md", card)
     if find_spec("matplotlib") is not None:
         with files.atomic_file(averages.out / "front.png") as partial:
             _draw(front, chosen, partial)

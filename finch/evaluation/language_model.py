@@ -26,7 +26,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from finch.base.errors import UserError
-from finch.base.files import atomic_file, read_bytes, write_text
+from finch.base.files import read_bytes, replace_text
 from finch.base.log import logger
 from finch.base.progress import EvaluationProgress
 from finch.distributed.parallel import Parallel
@@ -68,8 +68,7 @@ class AnswerCache:
         self.num_read = len(self._batches)
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = [{"key": key}, *({"batch": name, "answers": answers} for name, answers in self._batches.items())]
-        with atomic_file(path) as partial:
-            write_text(partial, "".join(json.dumps(line) + "\n" for line in lines))  # without a line that was cut off
+        replace_text(path, "".join(json.dumps(line) + "\n" for line in lines))  # without a line that was cut off
         self._file = path.open("a", encoding="utf-8")
 
     def get(self, name: str) -> list[Any] | None:

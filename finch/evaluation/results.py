@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from finch.base.errors import UserError
-from finch.base.files import atomic_file, make_folder, read_bytes, write_text
+from finch.base.files import make_folder, read_bytes, replace_text
 
 FORMAT = 1
 _MAX_NUMBER = 1e9  # beyond it, squares of differences lose all digits
@@ -117,11 +117,10 @@ def write_result(folder: Path, result: SuiteResult, samples: Mapping[str, Sequen
     """
     make_folder(folder)
     for task, lines in samples.items():
-        with atomic_file(folder / result.tasks[task].samples) as partial:
-            write_text(partial, "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
+        text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+        replace_text(folder / result.tasks[task].samples, text)
     path = folder / f"{result.suite}.json"
-    with atomic_file(path) as partial:
-        write_text(partial, json.dumps({"format": FORMAT, **asdict(result)}, indent=2, allow_nan=False) + "\n")
+    replace_text(path, json.dumps({"format": FORMAT, **asdict(result)}, indent=2, allow_nan=False) + "\n")
     return path
 
 

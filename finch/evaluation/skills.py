@@ -32,15 +32,7 @@ from finch.data.prompts import Sample, plain, prompt_turns, tokenize_prompts
 from finch.data.skills import skill_rows
 from finch.evaluation.loading import SHORT, hash_values, hash_weights, load_model
 from finch.evaluation.model_folders import ModelFolder
-from finch.evaluation.results import (
-    NATS,
-    OLD,
-    SuiteResult,
-    TaskResult,
-    read_result,
-    read_samples,
-    write_result,
-)
+from finch.evaluation.results import NATS, OLD, SuiteResult, TaskResult, read_result, read_samples, write_result
 from finch.evaluation.skill_changes import SUITE
 from finch.evaluation.tasks.task import mean, scored
 from finch.integrations.self_replay import (

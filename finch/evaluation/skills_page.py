@@ -6,11 +6,11 @@ The page is one file that needs nothing else. `finch report` shows several model
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finch.base.files import atomic_file, write_text
+from finch.base.files import replace_text
 from finch.base.log import printable
 from finch.evaluation.skill_changes import Skill, table
 from finch.training.style import COLOURS
@@ -22,25 +22,14 @@ _BY_TEXT = "how much more the base's own answers cost as text, in nats per chara
 
 def write_page(folder: Path, label: str, skills: Sequence[Skill], by_text: bool) -> Path:
     """Writes FOLDER/skills.html, over an earlier one, and returns its path."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("finch.evaluation"),
-        autoescape=True,
-        finalize=plain,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    text = environment.get_template("skills.html.j2").render(
+    text = template("skills.html.j2", "finch.evaluation").render(
         title=f"What {label} forgot",
         measure=_BY_TEXT if by_text else MEASURE,
         rows=table(skills, by_text),
         colours=COLOURS,
         **side_by_side({label: skills}),
     )
-    with atomic_file(folder / PAGE) as partial:
-        write_text(partial, text)
+    replace_text(folder / PAGE, text)
     return folder / PAGE
 
 
@@ -57,3 +46,13 @@ def side_by_side(models: Mapping[str, Sequence[Skill]]) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """Text without control characters; marked-up text as it is."""
     return printable(str(value)) if isinstance(value, (str, os.PathLike)) and not hasattr(value, "__html__") else value
+
+
+def template(name: str, *packages: str, finalize: Callable[[Any], Any] = plain) -> Any:
+    """A template of the first of the packages that has it, each with its folder ``templates``; a page's values are escaped."""
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+
+    loader = ChoiceLoader([PackageLoader(each) for each in packages])
+    options: dict[str, Any] = {"finalize": finalize, "trim_blocks": True, "lstrip_blocks": True}
+    options |= {"undefined": StrictUndefined, "autoescape": name.endswith(".html.j2")}
+    return Environment(loader=loader, **options).get_template(name)

@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from finch.base.errors import UserError
 from finch.base.extras import require_extras
-from finch.base.files import atomic_file, write_text
+from finch.base.files import replace_text
 from finch.base.log import logger
 from finch.data.skills import skill_rows
 from finch.integrations.objective_loss import LossReader, ObjectiveLoss
@@ -130,9 +130,7 @@ class FinchCallback(TrainerCallback):
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._check_trainer(args, state, kwargs.get("lr_scheduler"))
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         self._check_trainer(args, state, kwargs["lr_scheduler"])
         model, loader = kwargs["model"], kwargs["train_dataloader"]
         resumed = self._read_state(args, state) if state.global_step > 0 else None
@@ -159,9 +157,7 @@ class FinchCallback(TrainerCallback):
             self.schedule.load_state_dict(resumed)
         self._attach(model, optimizer, loader)
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         if self._step_loss.is_empty:
             raise UserError(
                 "compute_loss_func: this step's loss did not reach FINCH; give the same ObjectiveLoss to the Trainer and to FinchCallback"
@@ -175,9 +171,7 @@ class FinchCallback(TrainerCallback):
             for optimizer in self.schedule.optimizers:
                 optimizer.zero_grad(set_to_none=True)  # a parameter without gradient is not updated
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
         if not self._was_stepped and not getattr(kwargs["optimizer"], "step_was_skipped", False):
             raise UserError(
                 "optimizer: the Trainer stepped another one than FINCH sets the learning rate of; create it before Trainer.train(), by "
@@ -194,14 +188,7 @@ class FinchCallback(TrainerCallback):
             control.should_log = True
         return control
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, logs: Any = None, **__: Any) -> None:
         if logs is None or "loss" not in logs:
             return
         _add_to_logs(logs, state, "ema_loss", self.schedule.ema_loss)
@@ -211,12 +198,9 @@ class FinchCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder = _checkpoint_folder(args, state)
         if args.should_save and folder.is_dir():
-            with atomic_file(folder / STATE_FILE) as file:
-                write_text(file, json.dumps(self.schedule.state_dict()) + "\n")
+            replace_text(folder / STATE_FILE, json.dumps(self.schedule.state_dict()) + "\n")
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         _remove_hooks(kwargs["model"])
 
     def _check_options(self) -> None:
@@ -356,9 +340,7 @@ class SelfReplay(TrainerCallback):
         self._shares: list[list[Answer]] = []
         self._hook: RemovableHandle | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         model, tokenizer = kwargs["model"], kwargs.get("processing_class")
         if getattr(args, "deepspeed_plugin", None) or _has(model, FullyShardedDataParallel):
             raise UserError(
@@ -367,28 +349,16 @@ class SelfReplay(TrainerCallback):
         if args.fp16:
             raise UserError("fp16=True scales the loss, which SelfReplay's term would not follow; use bf16")
         file = Path(args.output_dir or "") / ANSWERS_FILE
-        if state.global_step > 0:
-            if not file.is_file():
-                raise UserError(
-                    f"{file} is missing: the answers of the pretrained model, which this resumed run no longer has; start a new run"
-                )
-            self._answers = read_answers(file)
-        else:
-            if tokenizer is None:
-                raise UserError("SelfReplay needs the tokenizer: Trainer(processing_class=tokenizer)")
-            self._answers = self._generate(model, tokenizer)
-            if state.is_world_process_zero:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                save_answers(self._answers, file)
+        if state.global_step == 0 and tokenizer is None:
+            raise UserError("SelfReplay needs the tokenizer: Trainer(processing_class=tokenizer)")
+        self._answers = _kept(file, state, lambda: self._generate(model, tokenizer))
         loader = kwargs["train_dataloader"]
         self._is_sharded = _has(model, FSDPModule)
         self._micro_batches = len(loader) if hasattr(loader, "__len__") else None
         self._remove_hook()  # left by a run that ended with an error
         self._hook = model.register_forward_hook(self._add_term)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         number = args.gradient_accumulation_steps
         if self._micro_batches is not None:  # fewer in the last step of an epoch
             done = state.global_step % -(-self._micro_batches // number) * number
@@ -400,27 +370,16 @@ class SelfReplay(TrainerCallback):
         self._num_tokens, self._kl = sum(len(row.top) for row in rows), torch.zeros((), device=args.device)
         self._scale = self._strength * args.world_size / self._num_tokens
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         if distributed.is_available() and distributed.is_initialized():
             distributed.all_reduce(self._kl)
         self._kl /= self._num_tokens
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, logs: Any = None, **__: Any) -> None:
         if logs is not None and "loss" in logs:
             _add_to_logs(logs, state, "replay_kl", float(self._kl))
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         self._remove_hook()
 
     def _remove_hook(self) -> None:
@@ -533,26 +492,13 @@ class ForgettingCallback(TrainerCallback):
             raise UserError(
                 "ForgettingCallback runs the model by itself, which DeepSpeed does not allow; use DDP or FSDP2"
             )
-        file, prompts = (
-            Path(args.output_dir or "") / MEASURED_FILE,
-            [_prompt(tokenizer, each) for each in self._prompts],
-        )
-        if state.global_step > 0:
-            if not file.is_file():
-                raise UserError(
-                    f"{file} is missing: the answers of the pretrained model, which this resumed run no longer has; start a new run"
-                )
-            self._answers = read_answers(file)
-            if [answer.tokens[: -len(answer.top)].tolist() for answer in self._answers] != prompts:
-                raise UserError(f"{file} has the answers to other prompts; resume with the same prompts and rows")
-        else:
-            stops = _stop_tokens(model, tokenizer)
-            self._answers = measured_answers(
-                model, prompts, stop_tokens=stops, max_new_tokens=self._max_new_tokens, top_k=self._top_k
-            )
-            if state.is_world_process_zero:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                save_answers(self._answers, file)
+        file = Path(args.output_dir or "") / MEASURED_FILE
+        prompts = [_prompt(tokenizer, each) for each in self._prompts]
+        options = {"max_new_tokens": self._max_new_tokens, "top_k": self._top_k}
+        stops = _stop_tokens(model, tokenizer)
+        self._answers = _kept(file, state, lambda: measured_answers(model, prompts, stop_tokens=stops, **options))
+        if state.global_step and [answer.tokens[: -len(answer.top)].tolist() for answer in self._answers] != prompts:
+            raise UserError(f"{file} has the answers to other prompts; resume with the same prompts and rows")
         self._interval = self._every_n_steps or math.ceil(state.max_steps / 10)
         return self._measure(model, state, control)
 
@@ -664,6 +610,21 @@ def around_user_turn(tokenizer: Any) -> tuple[list[int], list[int] | None]:
         if after and after[0] in {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}:
             return before, after
     return [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id], None
+
+
+def _kept(file: Path, state: TrainerState, make: Callable[[], list[Answer]]) -> list[Answer]:
+    """The pretrained model's answers: made where the run begins, read where it is resumed."""
+    if state.global_step > 0:
+        if not file.is_file():
+            raise UserError(
+                f"{file} is missing: the answers of the pretrained model, which this resumed run no longer has; start a new run"
+            )
+        return read_answers(file)
+    answers = make()
+    if state.is_world_process_zero:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_answers(answers, file)
+    return answers
 
 
 def _has(model: nn.Module, kind: type) -> bool:

@@ -41,6 +41,8 @@ def lora_auto(
 
     Raises UserError also for a family without LoRA builders, and for LoRA on a tied output layer.
     """
+    lora = dict(locals())  # the arguments but for two are the builders'
+    del lora["path"], lora["max_seq_len"]
     check_attention_modules(lora_attn_modules)
     block = model_block(Path(path), max_seq_len, option=_OPTION)
     family = FAMILIES[read_config(Path(path))["model_type"]]
@@ -49,14 +51,6 @@ def lora_auto(
         raise UserError(
             f"model._component_=finch.models.lora_auto: finch has no LoRA builder for {family.name}; fine-tune it in full with finch.models.auto"
         )
-    lora = {
-        "lora_attn_modules": list(lora_attn_modules),
-        "apply_lora_to_mlp": apply_lora_to_mlp,
-        "lora_rank": lora_rank,
-        "lora_alpha": lora_alpha,
-        "lora_dropout": lora_dropout,
-        "use_dora": use_dora,
-    }
-    if apply_lora_to_output:  # Gemma's builder lacks the argument
-        lora["apply_lora_to_output"] = True
+    if not apply_lora_to_output:  # Gemma's builder lacks the argument
+        del lora["apply_lora_to_output"]
     return build({**block, "_component_": f"{module}.lora_{builder}", **lora}, "model")

@@ -461,13 +461,7 @@ def qwen3_tokenizer(
     source = styled(read_chat_template(file.parent) or CHATML, prompt_style)
     special = {"eos_token": IM_END, "pad_token": END_OF_TEXT}
     template = ChatTemplate(source, file.parent, special, thinking=thinking, today=day_of(date))
-    tokenizer = ChatTokenizer(
-        loaded,
-        template,
-        eos_token=IM_END,
-        pad_token=END_OF_TEXT,
-        max_seq_len=max_seq_len,
-    )
+    tokenizer = ChatTokenizer(loaded, template, eos_token=IM_END, pad_token=END_OF_TEXT, max_seq_len=max_seq_len)
     # Asked for now: a tokenizer without them would split them into pieces of text, and nothing would fail.
     for token in (IM_START, *(token for token in THINKING if token in source)):
         tokenizer.special_id(token)

@@ -59,24 +59,11 @@ def gemma2(
         sliding_window_size: tokens that such a layer attends to, the token itself included.
         query_pre_attn_scalar: queries are divided by its root; None: ``head_dim``.
     """
-    decoder = torchtune_gemma2(
-        vocab_size=vocab_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        num_kv_heads=num_kv_heads,
-        embed_dim=embed_dim,
-        intermediate_dim=intermediate_dim,
-        max_seq_len=max_seq_len,
-        attn_dropout=attn_dropout,
-        norm_eps=norm_eps,
-        rope_base=rope_base,
-        hidden_capping_value=hidden_capping_value,
-        sliding_window_size=sliding_window_size,
-        query_pre_attn_scalar=query_pre_attn_scalar,
-    )
+    sizes = dict(locals())  # the arguments are torchtune's, but for the cap
+    cap = sizes.pop("final_capping_value")
+    decoder = torchtune_gemma2(**sizes)
     decoder.norm = decoder.norm.rms_norm  # without torchtune's cap of what the norm returns
-    decoder.output = SoftCappedTiedLinear(decoder.tok_embeddings, final_capping_value)
+    decoder.output = SoftCappedTiedLinear(decoder.tok_embeddings, cap)
     return decoder
 
 

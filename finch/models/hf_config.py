@@ -60,12 +60,7 @@ FAMILIES = {
         ("torchtune.models.mistral.mistral",),
         ("mistral",),
     ),
-    "gemma": Family(
-        "Gemma",
-        ("google/gemma-2b", "google/gemma-7b-it"),
-        ("torchtune.models.gemma.gemma",),
-        ("gemma",),
-    ),
+    "gemma": Family("Gemma", ("google/gemma-2b", "google/gemma-7b-it"), ("torchtune.models.gemma.gemma",), ("gemma",)),
     "gemma2": Family(
         "Gemma 2",
         ("google/gemma-2-2b-it", "google/gemma-2-9b"),

@@ -5,6 +5,7 @@ Base and instruct models differ only in their context length.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -184,6 +185,7 @@ def lora_qwen3(
 
     Raises UserError for arguments that name no layer, or exclude each other.
     """
+    given = dict(locals())  # of which those of qwen3 are passed on
     check_attention_modules(lora_attn_modules)
     if quantize_base:
         raise UserError("model.quantize_base=True (QLoRA) is not supported for Qwen3; set it to False")
@@ -199,20 +201,8 @@ def lora_qwen3(
             return layer(in_dim, out_dim, rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout)
         return nn.Linear(in_dim, out_dim, bias=False)
 
-    return qwen3(
-        linear=linear,
-        vocab_size=vocab_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        embed_dim=embed_dim,
-        intermediate_dim=intermediate_dim,
-        head_dim=head_dim,
-        max_seq_len=max_seq_len,
-        rope_base=rope_base,
-        norm_eps=norm_eps,
-        tie_word_embeddings=tie_word_embeddings,
-    )
+    sizes = {name: given[name] for name in inspect.signature(qwen3).parameters if name != "linear"}
+    return qwen3(**sizes, linear=linear)
 
 
 _size: Callable[..., dict[str, Any]] = partial(dict, vocab_size=151936, num_kv_heads=8, head_dim=128)

@@ -15,15 +15,7 @@ from finch.base.errors import UserError
 from finch.base.log import logger
 from finch.config.schema import Probe
 from finch.data.formats import RowFormat, RowToMessages, detect_columns
-from finch.data.prompts import (
-    Sample,
-    check_context,
-    context_limit,
-    load_rows,
-    num_targets,
-    plain,
-    tokenize_prompts,
-)
+from finch.data.prompts import Sample, check_context, context_limit, load_rows, num_targets, plain, tokenize_prompts
 from finch.data.rows import TextToTokens
 from finch.data.skills import skill_rows
 from finch.objectives import IGNORE_INDEX

@@ -274,8 +274,7 @@ def _drop_lines_after(path: Path, step: int, first_lines: int | None) -> list[di
     # Lines of the saved step may follow its save, such as a validation: the resumed run writes them again, one that begins anew those of step 0.
     last = first_lines if step or first_lines else 0
     kept = [line for line in lines[:last] if line is not None and line["step"] <= step]
-    with files.atomic_file(path) as partial:
-        files.write_text(partial, "".join(json.dumps(line) + "\n" for line in kept))
+    files.replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
     return kept
 
 

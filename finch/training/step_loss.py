@@ -196,11 +196,7 @@ class StepMedian:
     """
 
     def __init__(
-        self,
-        objective: Objective,
-        parallel: Parallel,
-        micro_batches: int = 1,
-        resumed: dict[str, Any] | None = None,
+        self, objective: Objective, parallel: Parallel, micro_batches: int = 1, resumed: dict[str, Any] | None = None
     ) -> None:
         self._objective, self._parallel = objective, parallel
         self.mode = objective.statistic

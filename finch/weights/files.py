@@ -256,11 +256,7 @@ class SafetensorsWriter:
         for name, tensor in sorted(tensors.items(), key=lambda item: (dtypes.index(item[1].dtype), item[0])):
             start, end = end, end + tensor.nbytes
             self._offsets[name] = start
-            header[name] = {
-                "dtype": _DTYPES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [start, end],
-            }
+            header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         # JSON ignores the spaces at its end, which bring the tensors to a multiple of 8 bytes as safetensors does.
         text = text.ljust(math.ceil(len(text) / _ALIGNMENT) * _ALIGNMENT)

@@ -40,20 +40,7 @@ def galician_alpaca_dataset(
     Raises UserError if no rows are named, for rows without the fields, an argument out of range, an empty part, and packing without
     max_seq_len.
     """
-    return rows_dataset(
-        tokenizer,
-        source=None if data_files is not None else source,
-        data_files=data_files,
-        name=None if data_files is not None else name,
-        split=split,
-        format="instruction",
-        column_map=column_map,
-        part=part,
-        validation_fraction=validation_fraction,
-        test_fraction=test_fraction,
-        split_seed=split_seed,
-        split_by="content",
-        train_on_input=train_on_input,
-        new_system_prompt=new_system_prompt,
-        packed=packed,
-    )
+    options = dict(locals())  # the arguments are rows_dataset's
+    if data_files is not None:
+        options |= {"source": None, "name": None}
+    return rows_dataset(**options, format="instruction", split_by="content")

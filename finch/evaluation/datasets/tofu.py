@@ -38,19 +38,7 @@ def tofu_dataset(
 
     Raises UserError for an unknown part, a fraction out of range, or packing without max_seq_len.
     """
-    return rows_dataset(
-        tokenizer,
-        source="json" if data_files is not None else source,
-        data_files=data_files,
-        name=None if data_files is not None else name,
-        split=split,
-        format="question_answer",
-        column_map=column_map,
-        part=part,
-        validation_fraction=validation_fraction,
-        split_seed=split_seed,
-        split_by=split_by,
-        train_on_input=train_on_input,
-        new_system_prompt=new_system_prompt,
-        packed=packed,
-    )
+    options = dict(locals())  # the arguments are rows_dataset's
+    if data_files is not None:
+        options |= {"source": "json", "name": None}
+    return rows_dataset(**options, format="question_answer")

@@ -19,11 +19,7 @@ VALIDATION_FRACTION = 0.1
 
 
 def dataset(
-    data_root: str | None = None,
-    has_chat_template: bool = False,
-    part: str = "all",
-    is_letters: bool = False,
-    **_: Any,
+    data_root: str | None = None, has_chat_template: bool = False, part: str = "all", is_letters: bool = False, **_: Any
 ) -> dict[str, Any]:
     """Documents with ``prompt``, ``choices`` and ``gold``; the options' order depends on the row's question.
 

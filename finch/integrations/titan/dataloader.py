@@ -18,6 +18,12 @@ from finch.objectives import IGNORE_INDEX
 
 Sequence = tuple[dict[str, torch.Tensor], torch.Tensor]
 
+ROWS_KEYS = (
+    *("source", "data_files", "name", "split", "format", "column_map"),
+    *("part", "validation_fraction", "split_seed"),
+)
+"""Of a ``RowsDataLoader.Config``, the arguments of ``rows_dataset``."""
+
 
 class RowsDataLoader(ParallelAwareDataloader):
     """Rows of any format that :func:`finch.data.rows.rows_dataset` reads, tokenized with the chat template of the model's folder.
@@ -132,19 +138,8 @@ class RowSequences(IterableDataset[Sequence], Stateful):
         own = auto_tokenizer(
             folder_of(tokenizer), max_seq_len=seq_len, thinking=config.thinking, prompt_style=config.prompt_style
         )
-        rows = rows_dataset(
-            own,
-            source=config.source,
-            data_files=config.data_files,
-            name=config.name,
-            split=config.split,
-            format=config.format,
-            column_map=config.column_map or None,
-            part=config.part,
-            validation_fraction=config.validation_fraction,
-            split_seed=config.split_seed,
-            packed=config.is_packed,
-        )
+        options = {key: getattr(config, key) for key in ROWS_KEYS}
+        rows = rows_dataset(own, **options, packed=config.is_packed)
         self._samples = Samples(rows, "dataloader", str(config.data_files or config.source))
         self._seq_len, self._pad_id, self._is_infinite = seq_len, own.pad_id, config.infinite
         self._rank, self._micro_batch = rank, micro_batch

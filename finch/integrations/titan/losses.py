@@ -52,11 +52,7 @@ class ObjectiveLoss(BaseLoss):
         self._collected: torch.Tensor | None = None
 
     def __call__(
-        self,
-        pred: torch.Tensor,
-        labels: torch.Tensor,
-        global_valid_tokens: torch.Tensor | None = None,
-        **kwargs: Any,
+        self, pred: torch.Tensor, labels: torch.Tensor, global_valid_tokens: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The share of these tokens in the step's loss, [] in nats, and no metrics.
 
@@ -132,8 +128,7 @@ def initial_loss(trainer: Any) -> float:
     logger.info(f"mean loss over the training rows before the first step: {value:.4f} nats")
     if fingerprint and torch.distributed.get_rank() == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with files.atomic_file(file) as partial:
-            files.write_text(partial, json.dumps({"fingerprint": fingerprint, "mean_loss": value}) + "\n")
+        files.replace_text(file, json.dumps({"fingerprint": fingerprint, "mean_loss": value}) + "\n")
     return value
 
 

@@ -16,6 +16,9 @@ from finch.base.log import logger
 from finch.optim.finch_lr import ETA_MAX
 from finch.optim.optimizer_variants import on_local_shards
 
+SCHEDULE_KEYS = ("eta_max", "eta_base", "ema", "eps", "on_nonfinite", "max_nonfinite", "warmup_steps")
+"""Of a ``FINCHConfig``, those that FinchLR has under the same name, with the same meaning."""
+
 
 class FinchLRSchedulersContainer(LRSchedulersContainer):
     """Sets the learning rate of all optimizers before their step, from the loss of that step.
@@ -136,21 +139,18 @@ def build_schedule(
     Raises UserError if a setting is out of range.
     """
     start: float | str = config.init if init is None else init
+    options = {key: getattr(config, key) for key in SCHEDULE_KEYS} | (
+        {} if eta_base is None else {"eta_base": eta_base}
+    )
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             schedule = FinchLR(
                 optimizers,
-                eta_max=config.eta_max,
                 init="first_batch" if start == "dataset" else start,
-                eta_base=config.eta_base if eta_base is None else eta_base,
-                ema=config.ema,
-                eps=config.eps,
-                warmup_steps=config.warmup_steps,
                 decay=config.decay_ratio or 0.0,
                 total_steps=config.total_steps or training_steps,
-                on_nonfinite=config.on_nonfinite,
-                max_nonfinite=config.max_nonfinite,
+                **options,
             )
     except ValueError as error:
         raise UserError(f"lr_scheduler: {error}") from error

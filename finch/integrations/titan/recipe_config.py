@@ -17,17 +17,12 @@ from torchtitan.config import TrainingConfig
 from finch.base import files
 from finch.base.log import logger
 from finch.base.run_files import CONFIG, is_epoch
-from finch.integrations.titan.dataloader import RowsDataLoader
+from finch.integrations.titan.dataloader import ROWS_KEYS, RowsDataLoader
 from finch.integrations.titan.losses import ObjectiveLoss, inner_loss
-from finch.integrations.titan.lr_scheduler import FinchLRSchedulersContainer
+from finch.integrations.titan.lr_scheduler import SCHEDULE_KEYS, FinchLRSchedulersContainer
 
-_ROWS_KEYS = (
-    *("source", "data_files", "name", "split", "format", "column_map"),
-    *("part", "validation_fraction", "split_seed"),
-)
 RECIPE_KEYS = ("self_replay", "probes", "probes_every_n_steps", "forgetting_budget")
 """Of a ``FinchTrainer.Config``, with the recipe's names and values."""
-_SCHEDULE_KEYS = ("eta_max", "eta_base", "ema", "eps", "on_nonfinite", "max_nonfinite", "warmup_steps")
 
 
 def pretrained_folder(config: Any) -> Path | None:
@@ -52,10 +47,9 @@ def write_config(trainer: Any, folder: Path) -> None:
     differences = _differences(config, blocks["epochs"])
     lines = [f"The run that TorchTitan has trained here, for finch's recipe: {command}", *differences]
     folder.mkdir(parents=True, exist_ok=True)
-    with files.atomic_file(folder / CONFIG) as partial:
-        files.write_text(
-            partial, "".join(f"# {line}\n" for line in lines) + OmegaConf.to_yaml(OmegaConf.create(blocks))
-        )
+    files.replace_text(
+        folder / CONFIG, "".join(f"# {line}\n" for line in lines) + OmegaConf.to_yaml(OmegaConf.create(blocks))
+    )
 
 
 def recipe_blocks(trainer: Any) -> dict[str, Any]:
@@ -143,7 +137,7 @@ def _rows(loader: BaseDataLoader.Config) -> dict[str, Any] | None:
     from finch.config.foreign import ROWS
     from finch.data.rows import files_and_source
 
-    given = _changed(loader, _ROWS_KEYS)
+    given = _changed(loader, ROWS_KEYS)
     if loader.data_files and files_and_source(loader.source, loader.data_files)[0]:  # neither URLs nor the hub's
         given["data_files"] = str(Path(loader.data_files).absolute())
     return {"_component_": ROWS, **given, "packed": loader.is_packed}
@@ -160,7 +154,7 @@ def _optimizer(config: Any) -> dict[str, Any] | None:
 
 def _schedule(config: FinchLRSchedulersContainer.FINCHConfig) -> dict[str, Any]:
     decay = {"decay": config.decay_ratio} if config.decay_ratio else {}
-    return {"_component_": "finch.FinchLR", "init": config.init, **_changed(config, _SCHEDULE_KEYS), **decay}
+    return {"_component_": "finch.FinchLR", "init": config.init, **_changed(config, SCHEDULE_KEYS), **decay}
 
 
 def _changed(config: Any, keys: Sequence[str]) -> dict[str, Any]:

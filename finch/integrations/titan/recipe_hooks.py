@@ -21,7 +21,7 @@ from torchtune.data import padded_collate_sft
 
 from finch.base.dtensor import full_tensor
 from finch.base.errors import UserError
-from finch.base.files import atomic_file, write_text
+from finch.base.files import replace_text
 from finch.base.log import logger
 from finch.config.schema import FullFinetuneKeys
 from finch.config.validation import check
@@ -229,8 +229,7 @@ class RecipeHooks:
         if not self.parallel.is_rank_zero:
             return
         state = {key: value for hook in self.hooks.values() for key, value in hook.state_dict().items()}
-        with atomic_file(self.run.path / STATE) as partial:
-            write_text(partial, json.dumps(state) + "\n")
+        replace_text(self.run.path / STATE, json.dumps(state) + "\n")
 
 
 class _DumpFolder(Run):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from finch.base.errors import UserError, one_line
-from finch.base.files import atomic_file, gigabytes
+from finch.base.files import gigabytes, replace_text
 from finch.cli.early_checks import only_errors_logged
 from finch.config.parser import merge, recipe_of
 from finch.config.schema import RECIPES, affecting
@@ -66,8 +66,7 @@ class Trial:
         answer = json.dumps(self._try(candidates))
         with contextlib.suppress(OSError):  # a later start tries them again
             folder.mkdir(parents=True, exist_ok=True)
-            with atomic_file(file, is_shared=True) as partial:
-                partial.write_text(answer, encoding="utf-8")
+            replace_text(file, answer, is_shared=True)
         return answer
 
     def _try(self, candidates: Sequence[Keys]) -> tuple[int, str]:

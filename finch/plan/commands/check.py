@@ -259,13 +259,7 @@ class Report:
         if self._mixture is not None:
             num_samples = self._mixture.num_samples
             self._print(self._mixture.describe([source for _, source in samples.parts]))
-        order = GlobalOrder(
-            num_samples,
-            micro_batch=cfg.batch_size,
-            accumulation=cfg.gradient_accumulation_steps,
-            ranks=max(1, self._ranks // cfg.tensor_parallel_dim),
-            drop_last=cfg.drop_last,
-        )
+        order = GlobalOrder.of(cfg, num_samples, max(1, self._ranks // cfg.tensor_parallel_dim))
         order.check()
         an_epoch = min(order.steps_per_epoch, cfg.max_steps_per_epoch or order.steps_per_epoch)
         steps = an_epoch * cfg.epochs

@@ -58,18 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option, text in _RATES.items():
         add(option, type=positive(float), metavar="R", help=text)
     add("--gpus-per-node", type=positive(int), default=8, metavar="N", help="(default: 8)")
-    add(
-        "--seq",
-        type=positive(int),
-        metavar="S",
-        help="tokens of a row (default: the longest of the config's files; 85, TOFU's mean, without them)",
-    )
-    add(
-        "--targets",
-        type=positive(int),
-        metavar="T",
-        help="target tokens of a row (default: their mean share; TOFU's is 37 of 85)",
-    )
+    text = "tokens of a row (default: the longest of the config's files; 85, TOFU's mean, without them)"
+    add("--seq", type=positive(int), metavar="S", help=text)
+    text = "target tokens of a row (default: their mean share; TOFU's is 37 of 85)"
+    add("--targets", type=positive(int), metavar="T", help=text)
     add("--json", action="store_true", help="one JSON object, in bytes, operations and seconds")
 
 

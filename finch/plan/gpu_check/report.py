@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from finch.base.errors import UserError, one_line
-from finch.base.files import atomic_file
+from finch.base.files import replace_text
 
 OK, FAILED, MEASURED, NOT_RUN = "ok", "failed", "measured", "not run"
 LATE = "not done before the phase's deadline"
@@ -130,8 +130,7 @@ def write(out: Path, machine: dict[str, Any], phases: list[PhaseReport]) -> None
     content = {"machine": machine, "phases": [asdict(phase) for phase in phases]}
     texts = {".json": json.dumps(content, indent=1) + "\n", ".md": _page(out.name, machine, phases)}
     for suffix, text in texts.items():
-        with atomic_file(out.with_suffix(suffix)) as partial:
-            partial.write_text(text, encoding="utf-8")
+        replace_text(out.with_suffix(suffix), text)
 
 
 def _page(title: str, machine: dict[str, Any], phases: list[PhaseReport]) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 from finch.base import hub, run_files
 from finch.base.errors import UsageError, UserError, writing
 from finch.base.extras import require_extras
-from finch.base.files import atomic_file, existing_part, gigabytes, make_folder, write_text
+from finch.base.files import atomic_file, existing_part, gigabytes, make_folder, replace_text, write_text
 from finch.base.log import logger
 from finch.cli.early_checks import build_model, config_checks, machine_checks, only_errors_logged, read_job
 from finch.cli.run import number_of_ranks
@@ -379,8 +379,7 @@ class _Submission:
             for index, line in enumerate(lines):
                 print(f"# task {index} of {cells}: {line}", end="")
         else:
-            with atomic_file(cells) as partial:
-                write_text(partial, "".join(lines))
+            replace_text(cells, "".join(lines))
             for job in jobs:
                 write_cell(job.cell, task=self._grid.task, status=WAITING)
         return self._submit([*self._options.given, *words, *command], [job.cell.name for job in jobs])

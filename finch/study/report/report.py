@@ -16,7 +16,7 @@ from finch import __version__
 from finch.base import files
 from finch.base.errors import writing
 from finch.base.log import printable
-from finch.evaluation.skills_page import plain
+from finch.evaluation.skills_page import plain, template
 from finch.study.report.content import Report
 from finch.study.report.measures import compare
 from finch.study.report.runs import read_runs, sort_runs
@@ -78,25 +78,15 @@ def write_report(
         }
         texts = {"summary.csv": summary_csv(comparison)} | {name: _render(name, page) for name in ("report.md", PAGE)}
         for name, text in texts.items():
-            with files.atomic_file(out / name) as partial:
-                files.write_text(partial, text)
+            files.replace_text(out / name, text)
     return out / PAGE
 
 
 def _render(name: str, page: Mapping[str, Any]) -> str:
     """The text of the template NAME.j2."""
-    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=ChoiceLoader([PackageLoader("finch.study.report"), PackageLoader("finch.evaluation")]),
-        autoescape=name == PAGE,
-        finalize=plain if name == PAGE else _markdown,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    template = environment.get_template(f"{name}.j2")
-    return template.render(page=page, figures=FIGURES, colours=COLOURS).strip() + "\n"
+    finalize = plain if name == PAGE else _markdown
+    found = template(f"{name}.j2", "finch.study.report", "finch.evaluation", finalize=finalize)
+    return found.render(page=page, figures=FIGURES, colours=COLOURS).strip() + "\n"
 
 
 def _markdown(value: Any) -> str:

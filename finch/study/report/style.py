@@ -178,8 +178,7 @@ def write(figure: Figure, path: Path) -> str:
     vectors = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
         figure.savefig(vectors, format="svg", facecolor="white", metadata={"Date": None})
-    with files.atomic_file(path.with_name(f"{path.name}.svg")) as partial:
-        files.write_text(partial, vectors.getvalue())
+    files.replace_text(path.with_name(f"{path.name}.svg"), vectors.getvalue())
     with files.atomic_file(path.with_name(f"{path.name}.png")) as partial:
         figure.savefig(partial, format="png", dpi=180, facecolor="white")
     return vectors.getvalue()

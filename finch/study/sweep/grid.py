@@ -31,7 +31,7 @@ from typing import Any
 
 from finch.base import hub, run_files
 from finch.base.errors import UserError, writing
-from finch.base.files import atomic_file, make_folder, write_text
+from finch.base.files import make_folder, replace_text
 from finch.config.instantiate import did_you_mean, find_grid, load_config
 from finch.config.methods import METHODS, split_name
 from finch.evaluation.custom_tasks import CUSTOM
@@ -181,8 +181,7 @@ def write_cell(cell: Cell, *, task: str | None, status: str, source: Path | None
     }
     with writing(f"{cell.folder}", "give another folder: out"):
         make_folder(cell.folder)
-        with atomic_file(cell.folder / run_files.CELL) as partial:
-            write_text(partial, json.dumps(content, indent=2) + "\n")
+        replace_text(cell.folder / run_files.CELL, json.dumps(content, indent=2) + "\n")
 
 
 def read_cell(folder: Path) -> dict[str, Any]:
