@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 
 from finch.base.files import atomic_file
@@ -231,9 +232,13 @@ def _continue(
         pad_token_id=0,
         **_NEUTRAL,
     )
-    found = model.generate(
-        tokens, attention_mask=mask, generation_config=settings, logits_processor=LogitsProcessorList([choose])
+    is_sharded = (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and any(isinstance(each, FSDPModule) for each in model.modules())
     )
+    options = {"logits_processor": LogitsProcessorList([choose]), "synced_gpus": is_sharded or None}
+    found = model.generate(tokens, attention_mask=mask, generation_config=settings, **options)
     answers = []
     for row in found[:, longest:].tolist():
         end = next((index for index, token in enumerate(row, start=1) if token in stop_tokens), len(row))

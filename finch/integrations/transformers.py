@@ -346,6 +346,10 @@ class SelfReplay(TrainerCallback):
             raise UserError(
                 "SelfReplay runs the model twice in a step, which FSDP1 and DeepSpeed do not allow here; use DDP or FSDP2, or finch's recipe"
             )
+        if (getattr(model, "_tp_size", None) or 1) > 1:
+            raise UserError(
+                "SelfReplay gives each rank rows of its own, which tensor parallel does not allow; use DDP or FSDP2"
+            )
         if args.fp16:
             raise UserError("fp16=True scales the loss, which SelfReplay's term would not follow; use bf16")
         file = Path(args.output_dir or "") / ANSWERS_FILE
@@ -620,7 +624,10 @@ def _kept(file: Path, state: TrainerState, make: Callable[[], list[Answer]]) -> 
                 f"{file} is missing: the answers of the pretrained model, which this resumed run no longer has; start a new run"
             )
         return read_answers(file)
-    answers = make()
+    found = [make()]
+    if distributed.is_available() and distributed.is_initialized():  # the same on all, which a tie could keep them from
+        distributed.broadcast_object_list(found)
+    [answers] = found
     if state.is_world_process_zero:
         file.parent.mkdir(parents=True, exist_ok=True)
         save_answers(answers, file)

@@ -118,6 +118,8 @@ def _differences(config: Any, epochs: int) -> Iterator[str]:
         yield "It takes whole epochs."
     if not isinstance(config.dataloader, RowsDataLoader.Config):
         yield "Its rows are another dataloader's: add a dataset to train, or to average; chat, evaluate and report need none."
+    if config.self_replay and getattr(config.dataloader, "is_packed", False):
+        yield "It refuses self_replay with packs: add dataset.packed=False, and its steps are of rows."
     if len(config.optimizer.param_groups) > 1:
         yield f"Its optimizer has {len(config.optimizer.param_groups)} groups, of which the last one is here."
     if config.lr_scheduler.total_steps:

@@ -14,15 +14,16 @@ import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpoint import AsyncMode
-from torchtitan.components.loss import ChunkedLossWrapper
 from torchtune.data import padded_collate_sft
 
 from finch.base.dtensor import full_tensor
-from finch.base.errors import UserError
+from finch.base.errors import UserError, WriteFailed
 from finch.base.files import replace_text
 from finch.base.log import logger
+from finch.config.instantiate import first_line
 from finch.config.schema import FullFinetuneKeys
 from finch.config.validation import check
 from finch.data.dataset import Samples
@@ -74,13 +75,18 @@ class TitanModel(nn.Module):
         seen = trainer.ntokens_seen
         inputs, _, options = trainer.post_dataloading_process(inputs, labels)
         trainer.ntokens_seen = seen  # these are not trained on
-        with trainer.train_context():
-            hidden, index = self.model(inputs, **options).flatten(0, 1), row * padded + column
-            if isinstance(hidden, DTensor):  # of tensor parallel, on which each rank has all
-                index = DTensor.from_local(index, hidden.device_mesh)
-            hidden = hidden.index_select(0, index)
-            is_chunked = isinstance(trainer.loss_fn, ChunkedLossWrapper)  # then the model stops before its head
-            logits = full_tensor(trainer.loss_fn.lm_head(hidden) if is_chunked else hidden)
+        skips, self.model._skip_lm_head = (
+            self.model._skip_lm_head,
+            True,
+        )  # logits of the targets only, whatever the loss
+        try:
+            with trainer.train_context():
+                hidden, index = self.model(inputs, **options).flatten(0, 1), row * padded + column
+                if isinstance(hidden, DTensor):  # of tensor parallel, on which each rank has all
+                    index = DTensor.from_local(index, hidden.device_mesh)
+                logits = full_tensor(self.model.lm_head(hidden.index_select(0, index)))
+        finally:
+            self.model._skip_lm_head = skips
         at_targets = labels.flatten().index_select(0, targets)
         every = [Readout(lambda logits, labels: {"loss": cross_entropy(logits, labels)}), *readouts]
         found = read(every, logits, at_targets, *(rows for each in every for rows in each.rows))
@@ -105,21 +111,26 @@ class RecipeHooks:
         self.data: Any = self._rows_as_taken()
         self.replay: Any = SelfReplay(self.cfg, self.decoder, self.parallel)
         self.loss = SimpleNamespace(replay=self.replay)
-        self.replay.read_prompts(self.tokenizer, self.data)
         self._recipe = cast(Any, self)  # as far as they ask
-        self.hooks = Hooks({"probes": Probes(self._recipe), "budget": ForgettingBudget(self._recipe)})
+        try:
+            self.replay.read_prompts(self.tokenizer, self.data)
+            self.hooks = Hooks({"probes": Probes(self._recipe), "budget": ForgettingBudget(self._recipe)})
+        except UserError as error:
+            raise UserError(str(error).replace("tokenizer.max_seq_len", "training.seq_len")) from error
 
     def _rows_as_taken(self) -> Any:
         """As far as hooks ask: every row has ``seq_len`` tokens."""
         cfg, config = self.cfg, self._trainer.config
         collate = functools.partial(collator, tokenizer=self.tokenizer, collate=padded_collate_sft)
-        steps = getattr(self._trainer.dataloader, "rounds_per_epoch", config.training.steps)
+        steps, rounds = config.training.steps, getattr(self._trainer.dataloader, "rounds_per_epoch", None)
+        if rounds is not None:
+            steps = max(1, min(steps, rounds // cfg.gradient_accumulation_steps))
         row = [0] * config.training.seq_len
         return SimpleNamespace(
             samples=Samples([{"tokens": row, "labels": row}], "dataloader", "TorchTitan's rows"),
             validations={},
             order=SimpleNamespace(seed=cfg.seed, global_batch=self.global_batch),
-            steps_per_epoch=max(1, min(config.training.steps, steps // cfg.gradient_accumulation_steps)),
+            steps_per_epoch=steps,
             eval_settings=EvalSettings(self.parallel, collate, cfg.batch_size),
         )
 
@@ -130,7 +141,8 @@ class RecipeHooks:
     def begin(self, step: int) -> None:
         """Before the first step of this start, after ``step`` others: answers are read or made, and what is measured of the pretrained model; a
         collective."""
-        self.run.scalars = {} if step == 0 else self._read(step)
+        found = {} if step == 0 or not self.parallel.is_rank_zero else self._read(step)
+        self.run.scalars = self.parallel.gather_all_ranks(found)[0]  # what one has read decides what all do
         self.hooks.each(lambda hook: hook.load_state_dict(self.run.scalars))
         self.replay.load_cache(self.base)
         needs = [self.replay.needs_pretrained, *self.hooks.each(lambda hook: hook.needs_pretrained(self._recipe))]
@@ -153,21 +165,24 @@ class RecipeHooks:
             raise UserError(f"this run was stopped by {self.state.stop.reason}")
 
     def backward_replayed(self, step: int) -> None:
-        """Adds the gradient of strength x the mean KL over the replayed tokens of ``step``, from 1; every rank has one more pass."""
+        """Adds the gradient of strength x the mean KL over the replayed tokens of ``step``, from 1, in passes of a micro-batch's size."""
         replay, settings, parallel = self.replay.rows, self.replay.settings, self.parallel
         if replay is None or settings is None:
             return
         rows = step_rows(replay.samples, step - 1, number=self._number, seed=replay.seed)
-        mine = rows[parallel.data_parallel_rank :: parallel.data_parallel_size]
-        batch = to_device(self._collate([dict(row) for row in mine or rows[:1]]), parallel.device)
-        with torch.set_grad_enabled(settings.strength > 0):
-            kl = self.model(model_inputs(batch), [kl_from(*(batch[name] for name in REFERENCES))])["kl"].sum()
-            kl = kl * bool(mine)  # a rank without rows has run one of another's
-        self._num_replayed = sum(map(num_targets, rows))
-        self._replay_kl = kl.detach().double() / self._num_replayed
-        if settings.strength > 0:
-            with self._trainer.train_context():
-                (kl * (settings.strength / self._num_replayed)).backward()
+        ranks, size = parallel.data_parallel_size, self.cfg.batch_size
+        mine, self._num_replayed = rows[parallel.data_parallel_rank :: ranks], sum(map(num_targets, rows))
+        self._replay_kl = torch.zeros((), dtype=torch.float64, device=parallel.device)
+        for start in range(0, -(-len(rows) // ranks), size):  # as many on every rank
+            part = mine[start : start + size]
+            batch = to_device(self._collate([dict(row) for row in part or rows[:1]]), parallel.device)
+            with torch.set_grad_enabled(settings.strength > 0):
+                kl = self.model(model_inputs(batch), [kl_from(*(batch[name] for name in REFERENCES))])["kl"].sum()
+                kl = kl * bool(part)  # a rank without rows has run one of another's
+            self._replay_kl += kl.detach() / self._num_replayed
+            if settings.strength > 0:
+                with self._trainer.train_context():
+                    (kl * (settings.strength / self._num_replayed)).backward()
 
     def metrics(self) -> dict[str, Any]:
         """Of the step, as the recipe's; a collective."""
@@ -177,7 +192,7 @@ class RecipeHooks:
 
     def after_step(self, step: int, epoch: int, *, is_epoch_end: bool) -> None:
         """Measures what is due; a collective. Ends the run where the budget says so."""
-        state, trainer = self.state, self._trainer
+        state, trainer, start = self.state, self._trainer, time.perf_counter()
         state.step, state.epoch, state.is_epoch_end, state.evaluated = step, epoch, is_epoch_end, {}
         self.hooks.after_step(state)
         if is_epoch_end:
@@ -185,6 +200,7 @@ class RecipeHooks:
             self.hooks.each(lambda hook: hook.after_export(state, None))
         if not state.evaluated:
             return
+        trainer.metrics_processor.time_last_log += time.perf_counter() - start  # no time of training
         self._write()
         state.agree()
         if state.stop is not None:
@@ -206,7 +222,10 @@ class RecipeHooks:
         def write() -> None:
             weights = checkpointer.states["model"].state_dict()
             weights = {key: each.to(dtype) if each.is_floating_point() else each for key, each in weights.items()}
-            checkpointer.dcp_save(weights, checkpoint_id=str(folder), async_mode=AsyncMode.DISABLED, to_hf=True)
+            try:
+                checkpointer.dcp_save(weights, checkpoint_id=str(folder), async_mode=AsyncMode.DISABLED, to_hf=True)
+            except (OSError, CheckpointException) as error:
+                raise WriteFailed(first_line(error)) from error
             if self.parallel.is_rank_zero:
                 complete_folder(folder, Path(trainer.config.hf_assets_path))
 
@@ -251,6 +270,10 @@ def check_keys(config: Any) -> None:
     if (degree := config.parallelism.context_parallel_degree) > 1:
         raise UserError(
             f"parallelism.context_parallel_degree={degree} is not supported with {', '.join(given)}, which run rows as a whole; set 1, or leave them out"
+        )
+    if config.self_replay and not config.training.disable_cuda_graphs:
+        raise UserError(
+            "training.disable_cuda_graphs=False is not supported with self_replay, whose passes are no part of a graph; set it to True"
         )
     _complete(given)
 

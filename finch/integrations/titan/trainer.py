@@ -77,7 +77,7 @@ class FinchTrainer(Trainer):
         """As TorchTitan's; a mistake in the data is one line, and a Hugging Face folder of the last step is complete and found by its link."""
         with _reported_under_torchrun():
             Trainer.train(self)
-            if self._hooks is not None:
+            if self._hooks is not None and self._has_begun:  # else a finished run was started again
                 self._hooks.end()
         checkpoint, folder = self.config.checkpoint, Path(self.config.dump_folder)
         if checkpoint.enable and checkpoint.last_save_in_hf and torch.distributed.get_rank() == 0:

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from finch.base import hub
 from finch.base.errors import UserError
+from finch.base.run_files import CONFIG
 from finch.config.instantiate import build, component_of
 from finch.config.parser import merge
 from finch.config.schema import SelfReplay
@@ -33,7 +34,8 @@ GLOBAL_BATCH = 16
 LR, LR_STEPS = 2e-5, 60
 """The paper's eta_base; steps behind the rates of smaller models."""
 _RATES = ((4e9, LR), (135e6, 4e-5), (0.29e6, 5e-4))
-"""Of models by their parameters: the paper's, and half of what learns TOFU in 60 steps (docs/choose.md), so that it starts low."""
+"""Of models by their parameters: the paper's; where paraphrases of TOFU are learned best in 60 steps (studies/smollm2_tofu, 2.5e-5 to 5e-5); half of what
+learns them there."""
 
 PATIENCE = 2
 """Validations without a better loss after which a run ends."""
@@ -41,7 +43,7 @@ PATIENCE = 2
 _NUM_PROMPTS, _MIN_CONTEXT = 24, 256
 
 _BYTES_PER_ANSWER, _MIN_ANSWERS = 480, 16
-"""Of rows, read in all epochs, by which training takes twice as long as one own answer of self_replay with its prompt; on two CPU cores."""
+"""Of rows, read in all epochs, by which training takes twice as long as one own answer with its prompt, where that was measured: 135 M, two CPU cores."""
 
 _MICRO_BATCH = 4
 _BF16_MIXED_BYTES = 16
@@ -126,14 +128,16 @@ def complete(
         chosen["probes"] = {"own": {"kind": "self", "rows": number}}
         if not _is_removed("probes", overrides):
             messages.append(f"probes.own: {number} own answers, evaluated as it trains; ~probes removes it")
-    if context >= _MIN_CONTEXT and _leaves_method_open(given, file_blocks, overrides):
+    before = _run_before(given, chosen["output_dir"])  # a run that goes on keeps what was chosen for it
+    limit = OmegaConf.select(given, "tokenizer.max_seq_len")
+    if before is not None and "self_replay" not in file_blocks:
+        chosen |= {key: before[key] for key in ("self_replay", "average") if before.get(key) is not None}
+    elif min(context, limit or context) >= _MIN_CONTEXT and _leaves_method_open(given, file_blocks, overrides):
         number = _num_answers(given)
         chosen["self_replay"] = {"rows": number}
         if not _is_removed("self_replay", overrides):
             chosen["average"] = "auto"
-            shown = (
-                "" if number == SelfReplay().rows else ", so few that they take at most half of the training's own time"
-            )
+            shown = "" if number == SelfReplay().rows else f", not {SelfReplay().rows}: the rows are few"
             messages.append(
                 f"self_replay: {number} own answers before the first step{shown}; method=finch trains without"
             )
@@ -148,7 +152,7 @@ def complete(
         epochs = given.get("epochs")
         epochs = epochs if isinstance(epochs, int) else 1  # a wrong value is named when all keys are checked
         steps = None if num_rows is None else math.ceil(num_rows / GLOBAL_BATCH) * epochs
-        rate = learning_rate(num_parameters, steps)
+        rate = learning_rate(num_parameters, steps) if before is None else before["optimizer"]["lr"]
         blocks["optimizer"] = {**blocks["optimizer"], "lr": rate}
         messages.append(
             f"optimizer.lr={rate:g}, for {num_parameters / 1e6:,.1f} M parameters{'' if steps is None else f' and about {steps:,} steps'}; "
@@ -179,10 +183,19 @@ def learning_rate(num_parameters: int, num_steps: int | None) -> float:
     return float(f"{max(LR, rate * min(1.0, LR_STEPS / (num_steps or 1))):.0e}")
 
 
+def _run_before(given: DictConfig, folder: str) -> Blocks | None:
+    """The config of the run that this one resumes, if there is one."""
+    path = Path(given.get("output_dir") or folder, CONFIG)
+    is_resumed = given.get("resume_from_checkpoint") not in (None, False)
+    found: Any = OmegaConf.to_container(OmegaConf.load(path)) if is_resumed and path.is_file() else None
+    return found
+
+
 def _leaves_method_open(given: DictConfig, file_blocks: Blocks, overrides: list[str]) -> bool:
-    """Whether nothing speaks against ``method=preserve``'s keys."""
-    names_method = any(override.startswith("method=") for override in overrides)
-    return not (names_method or OmegaConf.select(given, "dataset.packed") or "self_replay" in file_blocks)
+    """Whether nothing speaks against ``method=preserve``'s keys: neither a method, by name or by its blocks, nor packs."""
+    names_method = any(re.match(r"(method|loss|kl_penalty|regularizer)\b", override) for override in overrides)
+    is_packed = OmegaConf.select(given, "dataset.packed")
+    return not (names_method or given.get("method") or is_packed or "self_replay" in file_blocks)
 
 
 def _num_answers(given: DictConfig) -> int:

@@ -29,10 +29,11 @@ def one_rank(once, shared_data: Path) -> dict[str, TitanRun]:
     """Runs on one process."""
     dataset, short = ("--lr_scheduler.init", "dataset"), ("--training.steps", "6")
     saved = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "10")
+    twice = ("--training.local_batch_size", "4", "--training.global_batch_size", "8")
     changed, four = ("--dataloader.split", "train[:32]"), ("--checkpoint.interval", "4")
     jobs = [
         job("straight", *dataset),
-        job("accumulated", "--training.local_batch_size", "4", "--training.global_batch_size", "8", *dataset),
+        job("accumulated", *twice, *dataset),
         job("resumed_first", *dataset, *saved, "--training.steps", "12", folder="resumed"),
         job("resumed", *dataset, *saved, "--checkpoint.load_step", "10"),
         job("other_first", "--training.steps", "2", config="plain", folder="other"),
@@ -41,9 +42,9 @@ def one_rank(once, shared_data: Path) -> dict[str, TitanRun]:
         job("raised", *short, nonfinite={3: "gradient"}),
         *(job(name, *dataset, "--training.steps", "4", config=name) for name in ("dft", "eaft", "talr")),
         job("validated", "--training.steps", "4", config="validated"),
-        job("preserving", "--training.steps", "8", config="preserving"),
-        job("preserved_first", *four, "--training.steps", "5", config="preserving", folder="preserved"),
-        job("preserved", *four, "--training.steps", "8", "--checkpoint.load_step", "4", config="preserving"),
+        job("preserving", *twice, "--training.steps", "8", config="preserving"),
+        job("preserved_first", *twice, *four, "--training.steps", "5", config="preserving", folder="preserved"),
+        job("preserved", *twice, *four, "--training.steps", "8", "--checkpoint.load_step", "4", config="preserving"),
         job("stopping", config="stopping"),
         job("cached_first", *dataset, "--training.steps", "1", folder="cached"),
         job("cached", *dataset, "--training.steps", "1", "--checkpoint.folder", "second", folder="cached"),

@@ -89,6 +89,7 @@ def test_setting_is_refused(check, path, value, message):
     [
         ("checkpoint", "initial_load_in_hf", False, "self_replay: what the pretrained model answers is measured"),
         ("parallelism", "context_parallel_degree", 2, "context_parallel_degree=2 is not supported with self_replay"),
+        ("training", "disable_cuda_graphs", False, "disable_cuda_graphs=False is not supported with self_replay"),
     ],
 )
 def test_setting_is_refused_with_self_replay(finch_config, block, name, value, message):

@@ -38,6 +38,9 @@ def folder(tmp_path_factory):
     return folder
 
 
+DFT = "finch.objectives.DFT"
+
+
 def auto(*arguments):
     return read(["--config", "auto", *arguments], FullFinetuneKeys)
 
@@ -106,15 +109,27 @@ def test_auto_config_preserves_unless_a_method_is_named(folder, rows_file, tmp_p
         caplog.clear()
         cfg = auto(*given, f"data_files={rows}", f"epochs={epochs}")
         assert (cfg.self_replay.rows, cfg.self_replay.strength, cfg.average) == (number, 0.3, "auto")
-        assert (f"self_replay: {number} own answers" in caplog.text, "at most half" in caplog.text) == (
+        assert (f"self_replay: {number} own answers" in caplog.text, "rows are few" in caplog.text) == (
             True,
             number < 128,
         )
-    for word in ("method=finch", "method=sft", "~self_replay", "dataset.packed=True"):
+    for word in (
+        "method=finch",
+        "method=sft",
+        "~self_replay",
+        "dataset.packed=True",
+        "tokenizer.max_seq_len=32",
+        f"loss={DFT}",
+    ):
         cfg = auto(*given, f"data_files={rows_file}", word)
         assert (cfg.self_replay, cfg.average) == (None, None), word
     assert auto(*given, f"data_files={rows_file}", "method=preserve").self_replay.rows == 128
     assert auto(*given, f"data_files={rows_file}", "self_replay.rows=7").self_replay.rows == 7
+    run = tmp_path / "run"  # of other epochs, or another version's choices
+    run.mkdir()
+    (run / "config.yaml").write_text(yaml.safe_dump({"self_replay": {"rows": 9}, "optimizer": {"lr": 3e-4}}))
+    more = auto(*given, f"data_files={rows_file}", f"output_dir={run}", "resume_from_checkpoint=True", "epochs=8")
+    assert (more.self_replay.rows, more.average, more.optimizer.lr) == (9, None, 3e-4)
 
 
 def test_auto_config_ranks_share_one_global_batch(folder, rows_file, monkeypatch):
