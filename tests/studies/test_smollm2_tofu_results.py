@@ -138,42 +138,48 @@ def means(name, *keys):
     return {method: {rate: np.mean(rates[rate], axis=0) for rate in sorted(rates)} for method, rates in runs.items()}
 
 
-def test_replays_shares_are_those_of_its_runs():
+def against_sft(archive):
+    """Of each cell of an archive its scores, and with cosine SFT at equal training loss: shares of KL and stories' rise, paraphrases above, points below."""
     keys = ("train", PRIMARY, "stories", "paraphrases", "tofu")
     sft = np.array(sorted(means("results.csv", *keys)["sft"].values(), key=lambda each: each[0])).T
     found, base = {}, 2.32396  # the pretrained model's stories
-    with tarfile.open(RESULTS / "replay_runs.tar.xz") as archive:
-        for member in archive:
+    with tarfile.open(RESULTS / archive) as members:
+        for member in members:
             path = Path(member.name)
-            if path.parent.name == "evaluation":
-                tasks = json.load(archive.extractfile(member))["tasks"] if path.suffix == ".json" else {}
+            if path.parent.name == "evaluation" and path.suffix == ".json":
+                tasks = json.load(members.extractfile(member))["tasks"]
                 found.setdefault(path.parts[1], {}).update({key: tasks[key]["score"] for key in keys if key in tasks})
-    shares = {"run": [], "average": []}
-    for name, one in found.items():
+    for one in found.values():
         kl, stories, paraphrases, accuracy = (
             np.exp(np.interp(one["train"], sft[0], np.log(sft[1]))),
             *(np.interp(one["train"], sft[0], each) for each in sft[2:]),
         )
-        shares["average" if name.startswith("wise_ft") else "run"].append(
-            (
-                one[PRIMARY] / kl,
-                (one["stories"] - base) / (stories - base),
-                one["paraphrases"] - paraphrases,
-                100 * (accuracy - one["tofu"]),
-            )
-        )
-    runs, (average,) = zip(*shares["run"], strict=True), shares["average"]
-    (kl, stories, paraphrases, points), text = runs, " ".join((STUDY / "README.md").read_text(encoding="utf-8").split())
+        one["rise"] = one["stories"] - base
+        shares = one[PRIMARY] / kl, one["rise"] / (stories - base)
+        one["against"] = (*shares, one["paraphrases"] - paraphrases, 100 * (accuracy - one["tofu"]))
+    return found
+
+
+def test_replays_numbers_are_those_of_its_runs():
+    cells = against_sft("replay_runs.tar.xz")
+    kl, stories, paraphrases, points = zip(
+        *(one["against"] for name, one in cells.items() if not name.startswith("wise_ft")), strict=True
+    )
+    (average,) = (one["against"] for name, one in cells.items() if name.startswith("wise_ft"))
+    (broad,) = against_sft("breadth_runs.tar.xz").values()
+    text = " ".join((STUDY / "README.md").read_text(encoding="utf-8").split())
     for form, *values in (
         ("KL {:.2f} to {:.2f}", min(kl), max(kl)),
         ("stories {:.2f} to {:.2f}, the average {:.2f} and {:.2f}", min(stories), max(stories), *average[:2]),
         (
             "between {:.2f} below cosine SFT's and {:.2f} above, the average's {:.2f} above",
-            -min(paraphrases),
-            max(paraphrases),
-            average[2],
+            *(-min(paraphrases), max(paraphrases), average[2]),
         ),
         ("six-way accuracy {:.0f} to {:.0f} points below, the average's {:.0f}", min(points), max(points), average[3]),
+        ("Training loss {:.3f}, KL {:.3f}, which is {:.2f}", broad["train"], broad[PRIMARY], broad["against"][0]),
+        ("stories +{:.3f}, {:.2f} of it", broad["rise"], broad["against"][1]),
+        ("paraphrases {:.3f}, {:.2f} below", broad["paraphrases"], -broad["against"][2]),
+        ("six-way accuracy {:.1f}%, {:.1f} points below", 100 * broad["tofu"], broad["against"][3]),
     ):
         assert form.format(*values) in text, form.format(*values)
 
