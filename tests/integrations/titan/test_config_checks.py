@@ -67,7 +67,11 @@ LINEAR = SimpleNamespace(in_features=1)
         ("loss", {"objective": "TALR"}, "loss.tau=None"),
         ("loss", {"objective": "DFT", "tau": 1.0}, "loss.tau=1.0 belongs to TALR"),
         ("loss", {"objective": "FLOW"}, "loss.objective=FLOW must be DFT, TALR or EAFT"),
-        ("self_replay", {"stregth": 1.0}, "unknown key self_replay.stregth=1.0, did you mean self_replay.strength?"),
+        (
+            "self_replay",
+            {"strengths": 1.0},
+            "unknown key self_replay.strengths=1.0, did you mean self_replay.strength?",
+        ),
         ("probes", {"own": {"kind": "text"}}, "probes.own has no rows"),
         (
             "forgetting_budget",
