@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 
 from finch.base.files import atomic_file
+from finch.integrations.step_loss import has_ranks
 from finch.objectives.regularization import coarse_token_kl, top_log_probs
 from finch.objectives.replay import chooser, uniform_draws
 from finch.objectives.replay import step_rows as step_rows
@@ -185,6 +186,10 @@ def read_answers(file: Path) -> list[Answer]:
     return [Answer(*row) for row in rows]
 
 
+def has_module(model: nn.Module, kind: type) -> bool:
+    return any(isinstance(module, kind) for module in model.modules())
+
+
 def is_replaying(model: nn.Module) -> bool:
     """Whether this forward pass is one of self-replay's: not the task's loss."""
     return any(each is model for each in _running)
@@ -232,11 +237,7 @@ def _continue(
         pad_token_id=0,
         **_NEUTRAL,
     )
-    is_sharded = (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and any(isinstance(each, FSDPModule) for each in model.modules())
-    )
+    is_sharded = has_ranks() and has_module(model, FSDPModule)
     options = {"logits_processor": LogitsProcessorList([choose]), "synced_gpus": is_sharded or None}
     found = model.generate(tokens, attention_mask=mask, generation_config=settings, **options)
     answers = []

@@ -6,6 +6,11 @@ import torch
 from torch import distributed
 
 
+def has_ranks() -> bool:
+    """Whether this process is one of a group."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
 class MeanLoss:
     """Sums losses and target tokens over micro-batches, then over the ranks of a process group.
 
@@ -53,7 +58,7 @@ class MeanLoss:
         if self._sums is None:
             raise RuntimeError("MeanLoss.compute() without update(): this step has had no micro-batch")
         sums, self._sums = self._sums, None
-        if distributed.is_available() and distributed.is_initialized():
+        if has_ranks():
             distributed.all_reduce(sums, group=self.group)
         return sums[0] / sums[1], sums[1]
 

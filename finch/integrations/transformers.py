@@ -28,6 +28,7 @@ from finch.integrations.self_replay import (
     Answer,
     answer_kl,
     answer_tokens,
+    has_module,
     is_replaying,
     measured_answers,
     own_answers,
@@ -35,7 +36,7 @@ from finch.integrations.self_replay import (
     replay_kl_sum,
     save_answers,
 )
-from finch.integrations.step_loss import MeanLoss
+from finch.integrations.step_loss import MeanLoss, has_ranks
 from finch.objectives.divergence import describe, divergence
 from finch.objectives.replay import around_content, end_turn, rows_in_step, step_rows
 from finch.optim.finch_lr import ETA_MAX, FinchLR
@@ -342,13 +343,13 @@ class SelfReplay(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         model, tokenizer = kwargs["model"], kwargs.get("processing_class")
-        if getattr(args, "deepspeed_plugin", None) or _has(model, FullyShardedDataParallel):
+        if getattr(args, "deepspeed_plugin", None) or has_module(model, FullyShardedDataParallel):
             raise UserError(
                 "SelfReplay runs the model twice in a step, which FSDP1 and DeepSpeed do not allow here; use DDP or FSDP2, or finch's recipe"
             )
         if (getattr(model, "_tp_size", None) or 1) > 1:
             raise UserError(
-                "SelfReplay gives each rank rows of its own, which tensor parallel does not allow; use DDP or FSDP2"
+                "SelfReplay shards the replayed rows over the ranks, which tensor parallel does not support; use DDP or FSDP2"
             )
         if args.fp16:
             raise UserError("fp16=True scales the loss, which SelfReplay's term would not follow; use bf16")
@@ -357,7 +358,7 @@ class SelfReplay(TrainerCallback):
             raise UserError("SelfReplay needs the tokenizer: Trainer(processing_class=tokenizer)")
         self._answers = _kept(file, state, lambda: self._generate(model, tokenizer))
         loader = kwargs["train_dataloader"]
-        self._is_sharded = _has(model, FSDPModule)
+        self._is_sharded = has_module(model, FSDPModule)
         self._micro_batches = len(loader) if hasattr(loader, "__len__") else None
         self._remove_hook()  # left by a run that ended with an error
         self._hook = model.register_forward_hook(self._add_term)
@@ -375,7 +376,7 @@ class SelfReplay(TrainerCallback):
         self._scale = self._strength * args.world_size / self._num_tokens
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        if distributed.is_available() and distributed.is_initialized():
+        if has_ranks():
             distributed.all_reduce(self._kl)
         self._kl /= self._num_tokens
 
@@ -577,7 +578,7 @@ def mean_dataset_loss(model: nn.Module, loader: Any, batch_size: int, device: to
             f"init=dataset: {type(dataset).__name__} has no length, so a pass over all rows may never end; pass the mean loss as a number, "
             "or init='first_batch'"
         )
-    is_parallel = distributed.is_available() and distributed.is_initialized()
+    is_parallel = has_ranks()
     rank, num_ranks = (distributed.get_rank(), distributed.get_world_size()) if is_parallel else (0, 1)
     starts = range(rank * batch_size, len(dataset) + rank * batch_size, batch_size * num_ranks)
     shares = [list(range(start, min(start + batch_size, len(dataset)))) for start in starts]
@@ -625,17 +626,13 @@ def _kept(file: Path, state: TrainerState, make: Callable[[], list[Answer]]) -> 
             )
         return read_answers(file)
     found = [make()]
-    if distributed.is_available() and distributed.is_initialized():  # the same on all, which a tie could keep them from
+    if has_ranks():  # the same on all, which a tie could keep them from
         distributed.broadcast_object_list(found)
     [answers] = found
     if state.is_world_process_zero:
         file.parent.mkdir(parents=True, exist_ok=True)
         save_answers(answers, file)
     return answers
-
-
-def _has(model: nn.Module, kind: type) -> bool:
-    return any(isinstance(module, kind) for module in model.modules())
 
 
 def _stop_tokens(model: Any, tokenizer: Any) -> list[int]:

@@ -23,7 +23,7 @@ from finch.base.dtensor import full_tensor
 from finch.base.errors import UserError, WriteFailed
 from finch.base.files import replace_text
 from finch.base.log import logger
-from finch.config.instantiate import first_line
+from finch.config.instantiate import build, first_line
 from finch.config.schema import FullFinetuneKeys
 from finch.config.validation import check
 from finch.data.dataset import Samples
@@ -31,7 +31,6 @@ from finch.data.loader import REFERENCES, Batch, EvalSettings, collator, model_i
 from finch.data.prompts import num_targets
 from finch.distributed.parallel import Parallel
 from finch.integrations.titan.recipe_config import RECIPE_KEYS, complete_folder, pretrained_folder, recipe_blocks
-from finch.models import auto_tokenizer
 from finch.objectives.replay import rows_in_step, step_rows
 from finch.probes.budget import ForgettingBudget
 from finch.probes.probes import Probes, check_probes
@@ -41,6 +40,7 @@ from finch.training.hooks import Hooks
 from finch.training.readouts import Outputs, Readout, kl_from, read
 from finch.training.run import Run
 from finch.training.self_replay import SelfReplay
+from finch.weights.huggingface import HuggingFaceFolder
 
 STATE = "forgetting.json"
 """In the dump folder: the probes' values at step 0, and the budget's last one."""
@@ -75,10 +75,8 @@ class TitanModel(nn.Module):
         seen = trainer.ntokens_seen
         inputs, _, options = trainer.post_dataloading_process(inputs, labels)
         trainer.ntokens_seen = seen  # these are not trained on
-        skips, self.model._skip_lm_head = (
-            self.model._skip_lm_head,
-            True,
-        )  # logits of the targets only, whatever the loss
+        skips = self.model._skip_lm_head
+        self.model._skip_lm_head = True  # logits of the targets only, whatever the loss
         try:
             with trainer.train_context():
                 hidden, index = self.model(inputs, **options).flatten(0, 1), row * padded + column
@@ -102,11 +100,11 @@ class RecipeHooks:
     def __init__(self, trainer: Any) -> None:
         config = trainer.config
         self._trainer, self.cfg = trainer, _complete(recipe_blocks(trainer))
-        node = {key: value for key, value in self.cfg.tokenizer.items() if key != "_component_"}
-        self.parallel, self.tokenizer, self.model = _parallel(trainer), auto_tokenizer(**node), TitanModel(trainer)
+        self.tokenizer = build(self.cfg.tokenizer, "tokenizer")
+        self.parallel, self.model = _parallel(trainer), TitanModel(trainer)
         self.decoder = SimpleNamespace(max_seq_len=config.training.seq_len)
         self.state, self.run = TrainState(self.parallel), _DumpFolder(config, self.parallel)
-        self.base = SimpleNamespace(files=sorted((pretrained_folder(config) or Path()).glob("*.safetensors")))
+        self.base = HuggingFaceFolder(str(pretrained_folder(config)))
         self.metrics_log = trainer.run_metrics
         self.data: Any = self._rows_as_taken()
         self.replay: Any = SelfReplay(self.cfg, self.decoder, self.parallel)

@@ -149,9 +149,7 @@ def complete(
     if given.get("source") is None:
         blocks.pop("source", None)  # nothing refers to it
     if "optimizer" in blocks and OmegaConf.select(given, "optimizer.lr") is None:
-        epochs = given.get("epochs")
-        epochs = epochs if isinstance(epochs, int) else 1  # a wrong value is named when all keys are checked
-        steps = None if num_rows is None else math.ceil(num_rows / GLOBAL_BATCH) * epochs
+        steps = None if num_rows is None else math.ceil(num_rows / GLOBAL_BATCH) * _epochs(given)
         rate = learning_rate(num_parameters, steps) if before is None else before["optimizer"]["lr"]
         blocks["optimizer"] = {**blocks["optimizer"], "lr": rate}
         messages.append(
@@ -198,14 +196,18 @@ def _leaves_method_open(given: DictConfig, file_blocks: Blocks, overrides: list[
     return not (names_method or given.get("method") or is_packed or "self_replay" in file_blocks)
 
 
+def _epochs(given: DictConfig) -> int:
+    epochs = given.get("epochs")
+    return epochs if isinstance(epochs, int) else 1  # a wrong value is named when all keys are checked
+
+
 def _num_answers(given: DictConfig) -> int:
     """How many own answers are replayed: as the recipe's default, or what takes half of the training's time, by the size of the rows' files."""
     number = SelfReplay().rows
     if given.get("data_files") is None:
         return number
-    files = [Path(name) for name in local_files(_file_names(given)) if Path(name).is_file()]
-    epochs = given.get("epochs")
-    read = sum(file.stat().st_size for file in files) * (epochs if isinstance(epochs, int) else 1)
+    files = [file for file in local_files(_file_names(given)) if file.is_file()]
+    read = _epochs(given) * sum(file.stat().st_size for file in files)
     return max(_MIN_ANSWERS, min(number, read // _BYTES_PER_ANSWER)) if files else number
 
 

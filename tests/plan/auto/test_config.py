@@ -38,9 +38,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-DFT = "finch.objectives.DFT"
-
-
 def auto(*arguments):
     return read(["--config", "auto", *arguments], FullFinetuneKeys)
 
@@ -119,7 +116,7 @@ def test_auto_config_preserves_unless_a_method_is_named(folder, rows_file, tmp_p
         "~self_replay",
         "dataset.packed=True",
         "tokenizer.max_seq_len=32",
-        f"loss={DFT}",
+        "loss=finch.objectives.DFT",
     ):
         cfg = auto(*given, f"data_files={rows_file}", word)
         assert (cfg.self_replay, cfg.average) == (None, None), word
