@@ -203,6 +203,7 @@ def test_disk_that_fills_up_is_one_line(server, monkeypatch):
 
 
 def test_without_a_network_one_line_comes_at_once(server, monkeypatch):
+    server.shutdown()  # else its poll keeps the socket open for a moment, which then resets a connection in place of refusing it
     server.server_close()
     monkeypatch.setattr(file_download.time, "sleep", lambda _: pytest.fail("it waits"))
     for key, value in (("model_dir", "Acme/Tiny"), ("data_files", "hf://datasets/Acme/Rows/a.jsonl")):
