@@ -42,7 +42,7 @@ class Points:
     """A method's settings, by rising rate: [1 + draws, settings] in row 0 the means, in the others the draws of a bootstrap."""
 
     rates: list[float]
-    num_runs: int
+    num_runs: list[int]  # of each rate
     new: Array
     forgotten: Array
 
@@ -59,18 +59,22 @@ def scores_of_base(sweep: Path, task: str) -> list[float]:
     return next(found for folder in folders if (found := scores(folder, task)) and (folder / f"{suite}.json").exists())
 
 
-def read_points(sweep: Path, new_task: str, measure: str) -> tuple[Points, dict[str, Points]]:
-    """The pretrained model, and each method: scores in percent or minus nats, forgetting in points or nats."""
+def read_points(sweep: Path, new_task: str, measure: str, *others: Path) -> tuple[Points, dict[str, Points]]:
+    """The pretrained model, and each method: scores in percent or minus nats, forgetting in points or nats. ``others``: further sweeps, whose
+    methods are named after them."""
     runs: dict[str, dict[float, list[int]]] = defaultdict(lambda: defaultdict(list))
     new: list[list[float]] = []
     old: list[list[float]] = []
     seeds: list[int] = []
-    for cell in sorted(sweep.glob("*/cell.json")):
+    for cell in [cell for each in (sweep, *others) for cell in sorted(each.glob("*/cell.json"))]:
         values = json.loads(cell.read_text())["values"]
+        name = values.get("label", values["method"])
+        if cell.parents[1] != sweep:
+            name = f"{cell.parents[1].name}: {name}, {values.get('self_replay.strength', 0.3):g}"
         of_new_task, of_measure = (scores(cell.parent / "evaluation", name) for name in (new_task, measure))
         if of_new_task is None or of_measure is None:
             continue
-        runs[values.get("label", values["method"])][values["optimizer.lr"]].append(len(seeds))
+        runs[name][values["optimizer.lr"]].append(len(seeds))
         new.append(of_new_task)
         old.append(of_measure)
         seeds.append(values["seed"])
@@ -106,15 +110,17 @@ def read_points(sweep: Path, new_task: str, measure: str) -> tuple[Points, dict[
             score = (weights * of_new[:, indices]).sum(axis=1).round(9)  # equal ones differ in their last bits
             columns.append((score.clip(0, 100) if scale > 0 else score, (weights * of_old[:, indices]).sum(axis=1)))
         table = np.array(columns)
-        methods[method] = Points(sorted(rates), sum(map(len, rates.values())), table[:, 0].T, table[:, 1].T)
-    return Points([], 0, of_new[:, -1:], np.zeros((len(of_new), 1))), methods
+        methods[method] = Points(
+            sorted(rates), [len(rates[rate]) for rate in sorted(rates)], table[:, 0].T, table[:, 1].T
+        )
+    return Points([], [], of_new[:, -1:], np.zeros((len(of_new), 1))), methods
 
 
 def of_means(points: Points, left_out: int | None = None) -> Points:
     """Without the draws, and without one setting."""
     gone: list[int] = [] if left_out is None else [left_out]
     new, forgotten = (np.delete(table[:1], gone, axis=1) for table in (points.new, points.forgotten))
-    return Points([], 0, new, forgotten)
+    return Points([], [], new, forgotten)
 
 
 def on_front(new: Array, forgotten: Array) -> NDArray[np.bool_]:
@@ -207,8 +213,8 @@ def check_comparisons(study: Path, results: Path) -> int:
         expected: Numbers = {
             "lowest_score": min(abs(low), abs(high)),
             "highest_score": max(abs(low), abs(high)),
-            "runs_of_one": one.num_runs,
-            "runs_of_other": other.num_runs,
+            "runs_of_one": sum(one.num_runs),
+            "runs_of_other": sum(other.num_runs),
             "difference": with_interval(found["difference"]),
             "five_difference": with_interval(five["difference"]),
         }

@@ -14,6 +14,8 @@ python -m studies.smollm2_tofu.data --out out/study/data [--data-root DATA] [--q
     skills.jsonl            the questions of the skills that finch measures, as prompts that are replayed
     openings.jsonl          the first words of other TinyStories, which the pretrained model continues
     tofu/, hellaswag/, winogrande/      for `finch evaluate --data-root`; only TOFU's 180 learned rows
+    equations/              the second task, files of the same names: 180 of SciKnowEval's chemical equations to balance, and as paraphrases and
+                            in TOFU's fields 120 others that are not learned, each with five answers of which one coefficient is changed
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ import argparse
 import itertools
 import json
 import random
+import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from finch.data.skills import skill_rows
+from finch.evaluation.datasets.sciknoweval import prompt_of
 
 Row = Mapping[str, Any]
 
@@ -35,6 +40,7 @@ QUICK_SHARE = 0.25
 NUM_BLOCKS, NUM_PASSES, SEEDS, WRONG = 3, 5, 3, 0.1
 NUM_LONG, NUM_MANY = 300 * 16, 3600
 FIRST_OPENING, NUM_OPENINGS, WORDS = 300, 64, 12
+NUM_EQUATIONS, NUM_WRONG = 180, 5
 NUM_SKILLS = 468  # of 471 that are one question
 PROMPT_CHARACTERS, STORY_CHARACTERS = 400, 800
 
@@ -45,6 +51,7 @@ HUB = {  # local file: repository, configuration, split
     "tinystories/stories.jsonl": ("roneneldan/TinyStories", None, "validation"),
     "hellaswag/validation.jsonl": ("Rowan/hellaswag", None, "validation"),
     "winogrande/validation.jsonl": ("allenai/winogrande", "winogrande_xl", "validation"),
+    "sciknoweval/chemistry_l3.jsonl": ("hicai-zju/SciKnowEval", "v2", "test"),
 }
 
 
@@ -96,6 +103,36 @@ def prepare(out: Path, data_root: Path | None, *, is_quick: bool = False) -> Non
         write(out / name, read(name, data_root, num_choices))
 
 
+def prepare_equations(out: Path, data_root: Path | None) -> None:
+    """The rows of the second task, next to :func:`prepare`'s, which ``out`` has."""
+    kind = "balancing_chemical_equation"
+    given = [row for row in read("sciknoweval/chemistry_l3.jsonl", data_root) if row["details"]["subtask"] == kind]
+    rng = random.Random(2)
+    rows = [{"question": prompt_of(row), "answer": row["answer"]} for row in rng.sample(given, len(given))]
+    folder, others = out / "equations", rows[NUM_EQUATIONS:]
+    write(folder / "train.jsonl", rows[:NUM_EQUATIONS])
+    write(folder / "paraphrases.jsonl", others)
+    as_tofu = (row | {f"paraphrased_{key}": row[key] for key in row} for row in others)
+    chosen = (row | {"perturbed_answer": wrong_balances(row["answer"], rng)} for row in as_tofu)
+    write(folder / "tofu/forget10_perturbed.jsonl", chosen)
+    for name in ("prompts.jsonl", "stories.jsonl", "hellaswag/validation.jsonl"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(out / name, folder / name)
+
+
+def wrong_balances(answer: str, rng: random.Random) -> list[str]:
+    """``NUM_WRONG`` equations that differ from a balanced one, and from each other, in one coefficient: none of them is balanced."""
+    found: list[str] = []
+    parts = re.split(r"( \+ | = )", answer)  # terms, with what joins them between
+    while len(found) < NUM_WRONG:
+        number = 2 * rng.randrange((len(parts) + 1) // 2)
+        coefficient, term = re.fullmatch(r"(\d*)(.*)", parts[number]).groups()  # type: ignore[union-attr]
+        other = rng.choice([each for each in range(1, 10) if each != int(coefficient or 1)])
+        wrong = "".join([*parts[:number], f"{other if other > 1 else ''}{term}", *parts[number + 1 :]])
+        found += [] if wrong in found else [wrong]
+    return found
+
+
 def in_blocks(rows: Sequence[Row], seed: int) -> list[Row]:
     """One block of rows after the other, each ``NUM_PASSES`` times over in orders of the seed: at each new block the loss jumps up."""
     size, ordered = len(rows) // NUM_BLOCKS, list[Row]()
@@ -142,3 +179,4 @@ if __name__ == "__main__":
     parser.add_argument("--quick", action="store_true", help="a quarter of the rows")
     arguments = parser.parse_args()
     prepare(arguments.out, arguments.data_root, is_quick=arguments.quick)
+    prepare_equations(arguments.out, arguments.data_root)

@@ -24,10 +24,12 @@ from studies.smollm2_tofu import data, model
 
 HERE = Path(__file__).parent
 GRIDS = {"smooth": "GRID.yaml", "blocks": "GRID_blocks.yaml", "wrong": "GRID_wrong.yaml"}
-REPLAY = {
+EQUATIONS = "equations"  # its grid's and its rows' name
+REPLAY = {  # not among the default: their question came later
     "replay": "GRID_replay.yaml",
     "breadth": "GRID_breadth.yaml",
-}  # not among the default: their question came later
+    EQUATIONS: "GRID_equations.yaml",
+}
 QUICK = {"quick": "GRID_quick.yaml"}
 PRECISION = "precision", "GRID_precision.yaml"
 POLL_S = 2.0
@@ -52,6 +54,8 @@ def main() -> None:
     start = time.perf_counter()
     model.make(out / "base", parsed.wheel)
     data.prepare(out / "data", parsed.data_root, is_quick=parsed.quick)
+    if EQUATIONS in grids:
+        data.prepare_equations(out / "data", parsed.data_root)
     code = 0
     for name, grid in grids.items():
         code = run_sweep(HERE / grid, out, out / name, parsed.jobs, words) or code
@@ -92,7 +96,7 @@ def run_sweep(path: Path, out: Path, sweep: Path, jobs: int, words: Sequence[str
     """`finch sweep`, and meanwhile the scores of each cell that is finished. Then its weights are removed."""
     from studies.smollm2_tofu.score import Scorer, score_sweep
 
-    base, rows = out / "base", out / "data"
+    base, rows = out / "base", out / "data" / (EQUATIONS if sweep.name == EQUATIONS else "")
     overrides = [f"model_dir={base}", f"data={rows}", f"evaluate.data_root={rows}", *words]
     grid = read_grid(str(path), overrides, str(sweep))
     process = finch("sweep", path, *overrides, f"--out={sweep}", f"--jobs={jobs}")

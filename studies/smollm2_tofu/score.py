@@ -75,7 +75,8 @@ class Scorer:
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(base)
         self._model = self._load(base)
         self._end = int(self._model.config.eos_token_id)  # of a turn; tokenizers read from GGUF can name another one
-        rows = {name: self._questions(f"{name}.jsonl") for name in ("paraphrases", "held_out", "train")}
+        questions = [name for name in ("paraphrases", "held_out", "train") if (data / f"{name}.jsonl").exists()]
+        rows = {name: self._questions(f"{name}.jsonl") for name in questions}
         rows["own_answers"] = self._own_answers()
         rows["stories"] = [self._story(row["text"]) for row in self._read("stories.jsonl")]
         rows["endings"] = [self._ending(row) for row in self._read("hellaswag/validation.jsonl")]

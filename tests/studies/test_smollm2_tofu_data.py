@@ -1,11 +1,13 @@
 """The study's rows, cut from a made-up data root with the real files' fields."""
 
 import json
+import re
+import shutil
 from collections import Counter
 
 import pytest
 
-from studies.smollm2_tofu.data import HUB, prepare
+from studies.smollm2_tofu.data import HUB, prepare, prepare_equations
 
 KINDS = (("", ""), ("paraphrased_", "other "))
 TRAINING = ("train", "train_wrong", *(f"train_{kind}_{seed}" for kind in ("blocks", "300") for seed in range(3)))
@@ -32,6 +34,15 @@ def data_root(tmp_path_factory):
         "tinystories/stories.jsonl": [{"text": f" story {number} é" + 1000 * "x"} for number in range(400)],
         "hellaswag/validation.jsonl": [{"ctx": f"context {number}"} for number in range(310)],
         "winogrande/validation.jsonl": [{"sentence": f"sentence {number}"} for number in range(310)],
+        "sciknoweval/chemistry_l3.jsonl": [
+            {
+                "prompt": {"default": "Balance."},
+                "question": f"H2 + O2 = H2O ({number})",
+                "answer": f"2H2 + O2 = 2H2O ({number})",
+                "details": {"subtask": number % 2 * "balancing_chemical_equation"},
+            }
+            for number in range(600)
+        ],
     }
     assert rows.keys() == HUB.keys()
     for name, lines in rows.items():
@@ -138,3 +149,24 @@ def test_the_same_rows_every_time(data, data_root, tmp_path):
     prepare(tmp_path, data_root)
     for path in data.rglob("*.jsonl"):
         assert (tmp_path / path.relative_to(data)).read_bytes() == path.read_bytes()
+
+
+def test_equations_are_learned_or_measured(data, data_root, tmp_path):
+    shutil.copytree(data, tmp_path, dirs_exist_ok=True)
+    prepare_equations(tmp_path, data_root)
+    folder = tmp_path / "equations"
+    train, others = read(folder / "train.jsonl"), read(folder / "paraphrases.jsonl")
+    assert (len(train), len(others)) == (180, 120)
+    assert len({row["question"] for row in train + others}) == 300
+    assert all(row["question"].startswith("Balance.\n\nH2 + O2 = H2O") for row in train)
+    for row, other in zip(read(folder / "tofu/forget10_perturbed.jsonl"), others, strict=True):
+        assert (row["paraphrased_question"], row["paraphrased_answer"]) == (other["question"], other["answer"])
+        assert len(set(row["perturbed_answer"])) == 5
+        right = coefficients(other["answer"])
+        for wrong in map(coefficients, row["perturbed_answer"]):
+            assert sum(one != two for one, two in zip(wrong, right, strict=True)) == 1
+    assert (folder / "prompts.jsonl").read_bytes() == (data / "prompts.jsonl").read_bytes()
+
+
+def coefficients(equation):
+    return [int(each or 1) for each in re.findall(r"(?:^| )(\d*)[HO]", equation)]

@@ -12,6 +12,7 @@ from finch.study.sweep.grid import RUN, cells_of, read_grid
 
 STUDY = Path("studies/smollm2_tofu")
 BREADTH = ("answers_1024", "rows_8", "rows_16", "skills", "skills_rows_16", "answers_1024_rows_16_decayed")
+REPLAYED = (*BREADTH, "answers_1024_rows_16", "replay_0.1", "replay_0.3", "replay_file")
 THREE = {"sft": 12, "finch": 12, "constant": 12}
 CELLS = {
     "GRID.yaml": {
@@ -31,6 +32,8 @@ CELLS = {
         for name, number in {**dict.fromkeys(BREADTH, 2), "answers_1024_rows_16": 3, "cosine": 1}.items()
         for kind in ("", "average_of_")
     },
+    "GRID_equations.yaml": {"sft": 12, "self_replay": 6, "answers_1024_rows_16": 6},
+    "GRID_replay_stories260k.yaml": dict.fromkeys(("sft", "finch", "constant", "kl_0.1", *REPLAYED[-3:]), 9),
     "GRID_quick.yaml": {"sft": 2, "wise_ft": 2, "finch": 1},
 }
 PRECISION = "GRID_precision.yaml"
@@ -97,9 +100,13 @@ def test_configs_of_all_arms_are_accepted(name, tmp_path):
         values = cell.values
         assert found == (str(cell.folder), values["optimizer.lr"], values["seed"], values.get("dtype", "fp32"))
         assert cfg.dataset.data_files.startswith(f"{tmp_path}/train")
-        is_broad, schedule = name == "GRID_breadth.yaml", cfg.get("lr_scheduler")
-        assert (schedule is None) == (method in ("constant", "self_replay", *BREADTH[:-1], "answers_1024_rows_16"))
-        assert (cfg.self_replay is not None) == (is_broad or method.endswith("self_replay"))
+        schedule, has_replay = (
+            cfg.get("lr_scheduler"),
+            method in (*REPLAYED, "cosine") or method.endswith("self_replay"),
+        )
+        is_constant = method in ("constant", "self_replay", "kl_0.1", *REPLAYED) and not method.endswith("decayed")
+        assert (schedule is None) == is_constant
+        assert (cfg.self_replay is not None) == has_replay
         assert schedule == {"decay": 0.33} or not method.endswith("decayed")
         if method.startswith("finch"):
             assert cfg.lr_scheduler._component_ == "finch.FinchLR"

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from finch.objectives.divergence import STUDY as SCALE
+from finch.study.report.front import compare_pair, seed_points
 from finch.study.report.paper import paper_results
 from studies.smollm2_tofu.check import PRIMARY, check_comparisons, check_probes, check_runs, check_selection
+from studies.smollm2_tofu.shares import shares, table
 
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "studies" / "smollm2_tofu"
@@ -35,12 +37,14 @@ RATIO = re.compile(r"\d\.\d\d \[\d\.\d\d, \d\.\d\d\]")
 
 @pytest.mark.slow
 def test_numbers_are_those_of_the_runs(tmp_path):
-    with tarfile.open(RESULTS / "runs.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    for name in ("runs", "replay_runs", "breadth_runs"):
+        with tarfile.open(RESULTS / f"{name}.tar.xz") as archive:
+            archive.extractall(tmp_path, filter="data")
     assert check_comparisons(tmp_path, RESULTS) == 74
     assert check_selection(tmp_path, RESULTS) == 22
     assert check_runs(tmp_path, RESULTS) == 203
-    assert check_probes(tmp_path)[0] == 72
+    assert check_probes(tmp_path)[0] == 80
+    assert shares(tmp_path) == read_csv(RESULTS / "shares.csv")
 
 
 def ratio(line, name="ratio"):
@@ -118,9 +122,8 @@ def test_every_ratio_of_a_page_is_of_a_study(page):
         known |= {ratio(line, name) for name in ("ratio", "five_ratio") if line[name]}
     for line in read_csv(ROOT / "studies/long_runs/results/comparisons.csv"):
         known.add(with_ends(line[key] for key in ("ratio", "smallest", "largest")))
-    for path in (ROOT / "studies/self_replay/results").glob("*/comparison.json"):
-        seeds = (found := json.loads(path.read_text()))["by_seed"].values()
-        known.add(with_ends((found["ratio"], min(seeds), max(seeds))))
+    for line in read_csv(RESULTS / "shares.csv"):
+        known.add(ratio(line, "kl_share"))
     text = (ROOT / page).read_text(encoding="utf-8")
     pattern = r"(\d\.\d\d)(?: times[^.;\[\]]*|\s)(\[\d\.\d\d, \d\.\d\d\])"
     found = {" ".join(each) for each in re.findall(pattern, text)}
@@ -138,50 +141,81 @@ def means(name, *keys):
     return {method: {rate: np.mean(rates[rate], axis=0) for rate in sorted(rates)} for method, rates in runs.items()}
 
 
-def against_sft(archive):
-    """Of each cell of an archive its scores, and with cosine SFT at equal training loss: shares of KL and stories' rise, paraphrases above, points below."""
+def settings_of(archive):
+    """Of each arm, strength and rate of an archive the means of its runs' scores, and the number of runs."""
     keys = ("train", PRIMARY, "stories", "paraphrases", "tofu")
-    sft = np.array(sorted(means("results.csv", *keys)["sft"].values(), key=lambda each: each[0])).T
-    found, base = {}, 2.32396  # the pretrained model's stories
+    values, scores, runs = {}, {}, {}
     with tarfile.open(RESULTS / archive) as members:
         for member in members:
             path = Path(member.name)
-            if path.parent.name == "evaluation" and path.suffix == ".json":
+            if path.name == "cell.json":
+                values[path.parent] = json.load(members.extractfile(member))["values"]
+            elif path.parent.name == "evaluation" and path.suffix == ".json":
                 tasks = json.load(members.extractfile(member))["tasks"]
-                found.setdefault(path.parts[1], {}).update({key: tasks[key]["score"] for key in keys if key in tasks})
-    for one in found.values():
-        kl, stories, paraphrases, accuracy = (
-            np.exp(np.interp(one["train"], sft[0], np.log(sft[1]))),
-            *(np.interp(one["train"], sft[0], each) for each in sft[2:]),
-        )
-        one["rise"] = one["stories"] - base
-        shares = one[PRIMARY] / kl, one["rise"] / (stories - base)
-        one["against"] = (*shares, one["paraphrases"] - paraphrases, 100 * (accuracy - one["tofu"]))
-    return found
+                scores.setdefault(path.parents[1], {}).update(
+                    {key: tasks[key]["score"] for key in keys if key in tasks}
+                )
+    for cell, each in values.items():
+        arm = f"{each.get('label', each['method'])}, {each.get('self_replay.strength', 0.3):g}"
+        runs.setdefault((arm, f"{each['optimizer.lr']:g}"), []).append([scores[cell][key] for key in keys])
+    return {key: (np.mean(found, axis=0), len(found)) for key, found in runs.items()}
 
 
-def test_replays_numbers_are_those_of_its_runs():
-    cells = against_sft("replay_runs.tar.xz")
-    kl, stories, paraphrases, points = zip(
-        *(one["against"] for name, one in cells.items() if not name.startswith("wise_ft")), strict=True
-    )
-    (average,) = (one["against"] for name, one in cells.items() if name.startswith("wise_ft"))
-    (broad,) = against_sft("breadth_runs.tar.xz").values()
+def test_shares_are_those_of_the_runs():
+    """Read again from the archives' means, at cosine SFT's training loss."""
+    sft = means("results.csv", "train", PRIMARY, "stories", "paraphrases", "tofu")["sft"].values()
+    sft = np.array(sorted(sft, key=lambda each: each[0])).T
+    stories = 2.32396  # the pretrained model's
+    known = settings_of("replay_runs.tar.xz") | settings_of("breadth_runs.tar.xz")
+    lines = read_csv(RESULTS / "shares.csv")
+    for line in lines:
+        one, number = known.pop((line["setting"].partition(": ")[2], line["optimizer.lr"]))
+        kl = np.exp(np.interp(one[0], sft[0], np.log(sft[1])))
+        rise, paraphrases, accuracy = (np.interp(one[0], sft[0], each) for each in sft[2:])
+        expected = {
+            "runs": number,
+            "training_loss": one[0],
+            "kl_share": one[1] / kl,
+            "stories_share": (one[2] - stories) / (rise - stories),
+            "paraphrases_above": one[3] - paraphrases,
+            "points_below": 100 * (accuracy - one[4]),
+        }
+        assert {key: float(line[key]) for key in expected} == pytest.approx(expected, abs=2e-3)
+    assert not known
+    assert table(lines) in (STUDY / "README.md").read_text(encoding="utf-8")
+
+
+def test_ratios_on_stories260k_are_those_of_its_runs():
+    rows = read_csv(RESULTS / "replay_stories260k.csv")
+
+    def front(arms, x, y, alphas):
+        settings = {}
+        for row in rows:
+            if row["method"] in arms and row["alpha"] in alphas:
+                point = -float(row[x]), -float(row[y])
+                settings.setdefault((row["method"], row["optimizer.lr"], row["alpha"]), []).append(point)
+        return seed_points(arms[0], list(settings.values()))
+
+    [start] = seed_points("pretrained", [[(-10.0, 0.0)] * 3])  # a loss above all that are compared
+
+    def ratio_of(arms, others, x, y, alphas=("1",)):
+        pair = compare_pair(front(arms, x, y, alphas), front(others, x, y, alphas), start)
+        assert not pair.is_guess
+        return (pair.mean.ratio.value, *pair.ratios_without_one)
+
     text = " ".join((STUDY / "README.md").read_text(encoding="utf-8").split())
-    for form, *values in (
-        ("KL {:.2f} to {:.2f}", min(kl), max(kl)),
-        ("stories {:.2f} to {:.2f}, the average {:.2f} and {:.2f}", min(stories), max(stories), *average[:2]),
-        (
-            "between {:.2f} below cosine SFT's and {:.2f} above, the average's {:.2f} above",
-            *(-min(paraphrases), max(paraphrases), average[2]),
-        ),
-        ("six-way accuracy {:.0f} to {:.0f} points below, the average's {:.0f}", min(points), max(points), average[3]),
-        ("Training loss {:.3f}, KL {:.3f}, which is {:.2f}", broad["train"], broad[PRIMARY], broad["against"][0]),
-        ("stories +{:.3f}, {:.2f} of it", broad["rise"], broad["against"][1]),
-        ("paraphrases {:.3f}, {:.2f} below", broad["paraphrases"], -broad["against"][2]),
-        ("six-way accuracy {:.1f}%, {:.1f} points below", 100 * broad["tofu"], broad["against"][3]),
+    readings = (("training_loss", "own_kl"), ("paraphrases_loss", "own_kl"), ("paraphrases_loss", "stories_rise"))
+    for name, arm in (
+        ("FINCH", "finch"),
+        ("constant rate", "constant"),
+        ("self_replay, strength 0.3", "replay_0.3"),
+        ("the same, of a file of 64 instructions", "replay_file"),
     ):
-        assert form.format(*values) in text, form.format(*values)
+        numbers = (f"{ratio_of((arm,), ('sft',), *each)[0]:.2f}" for each in readings)
+        assert f"| {name} | {' | '.join(numbers)} |" in text
+    others = ("sft", "finch", "constant", "kl_0.1")
+    averages = ratio_of(("replay_0.3",), others, "training_loss", "own_kl", ("1", "0.5"))
+    assert "{:.2f} ({:.2f} to {:.2f} without any one rate)".format(*averages) in text
 
 
 def fronts_ratio(name, one, other):

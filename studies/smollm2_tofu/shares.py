@@ -1,0 +1,77 @@
+"""What each setting of self_replay forgets, as a share of what cosine SFT forgets that has learned as much.
+
+python -m studies.smollm2_tofu.shares out/study --out studies/smollm2_tofu/results
+
+writes shares.csv and shares.md, a line per sweep, method, strength and rate. *At equal training loss*: on straight lines between cosine SFT's six rates, means over
+seeds; of the KL its logarithm. Intervals are check.py's: a bootstrap over rows and seeds, paired between runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from studies.smollm2_tofu.check import PRIMARY, Array, Points, read_points, with_interval
+
+MEASURES = {  # column: measure, whether it is a share of SFT's in place of a difference, its form in the table
+    "kl_share": (PRIMARY, True, "{:.2f}"),
+    "stories_share": ("stories", True, "{:.2f}"),
+    "paraphrases_above": ("paraphrases", False, "{:+.2f}"),
+    "points_below": ("tofu", False, "{:+.1f}"),
+}
+ENDS = ("", "_low", "_high")
+HEAD = "setting, strength | rate | runs | training loss | KL | stories' rise | paraphrase loss above | points of accuracy below"
+
+
+def shares(study: Path) -> list[dict[str, str]]:
+    """The table's lines. A positive difference speaks against the setting: nats per token of paraphrase loss, points of six-way accuracy."""
+    lines: dict[tuple[str, float], dict[str, str]] = {}
+    for column, (measure, is_share, _) in MEASURES.items():
+        _, methods = read_points(study / "smooth", "train", measure, study / "replay", study / "breadth")
+        for name, points in ((name, points) for name, points in methods.items() if ": " in name):
+            for number, rate in enumerate(points.rates):
+                score, forgotten = points.new[:, number], points.forgotten[:, number]
+                its = at_equal_loss(methods["sft"], score, is_log=measure == PRIMARY)
+                values = with_interval(forgotten / its if is_share else forgotten - its)
+                numbers = {"optimizer.lr": f"{rate:g}", "runs": str(points.num_runs[number])}
+                numbers["training_loss"] = f"{-score[0]:.3f}"
+                line = lines.setdefault((name, rate), {"setting": name, **numbers})
+                line |= {f"{column}{end}": f"{value:.4f}" for end, value in zip(ENDS, values, strict=True)}
+    return list(lines.values())
+
+
+def table(lines: Sequence[Mapping[str, str]]) -> str:
+    """The table of README.md."""
+    rows = [f"| {HEAD} |", "|---" * (HEAD.count("|") + 1) + "|"]
+    for line in lines:
+        cells = [line["setting"].partition(": ")[2], *(line[key] for key in ("optimizer.lr", "runs", "training_loss"))]
+        for column, (*_, form) in MEASURES.items():
+            cells.append(f"{form} [{form}, {form}]".format(*(float(line[column + end]) for end in ENDS)))
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def at_equal_loss(points: Points, score: Array, *, is_log: bool) -> Array:
+    """[1 + draws] what a method has forgotten at ``score``, minus the training loss, in each draw; beyond its rates that of the last one."""
+    order = points.new.argsort(axis=1)
+    known = np.log(points.forgotten) if is_log else points.forgotten
+    x, y = (np.take_along_axis(table, order, axis=1) for table in (points.new, known))
+    found = np.array([np.interp(*each) for each in zip(score, x, y, strict=True)])
+    return np.exp(found) if is_log else found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    found = shares(arguments.study)
+    with (arguments.out / "shares.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(found[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(found)
+    (arguments.out / "shares.md").write_text(table(found), encoding="utf-8")
