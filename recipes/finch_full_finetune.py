@@ -85,7 +85,7 @@ class FinchFullFinetune(FTRecipeInterface):
 
     def setup_hooks(self) -> None:
         """All that observes the run, in the order in which it is called, and the run's folder: what else can fail before weights are loaded."""
-        cfg, self.state = self.cfg, TrainState(self.parallel)
+        cfg, self.state = self.cfg, TrainState(self.parallel, waits=bool(self.cfg.hooks))
         preemption = hooks.Preemption()
         self.hooks = run_hooks.build_hooks(self, preemption)
         self.run.check_disk_room(self.decoder)
@@ -160,7 +160,7 @@ class FinchFullFinetune(FTRecipeInterface):
             state.metrics = self.metrics_log.add(state.step, metrics)
             self.hooks.after_step(state)
             self.metrics_log.report()
-            state.is_save_due |= self.checkpointer.writer.is_due(state.step)  # of one rank is that of all
+            self.checkpointer.request_due(state)
             state.agree()
             if state.stop is not None:
                 self.save_stopped(state.stop)

@@ -80,10 +80,13 @@ class CheckpointWriter:
         ignore_one_process_warning()
 
     def is_due(self, step: int) -> bool:
-        """Whether this rank should save after ``step``. Clocks differ: if one rank should, all must."""
-        number, minutes = self._every_n_steps, self._every_n_minutes
-        is_time = minutes is not None and time.monotonic() - self._last_save_time >= 60 * minutes
-        return is_time or (number is not None and step % number == 0)
+        """Whether every rank should save after ``step``."""
+        return self._every_n_steps is not None and step % self._every_n_steps == 0
+
+    def is_time(self) -> bool:
+        """Whether this rank should save, whose clock is not that of others: if one should, all must."""
+        minutes = self._every_n_minutes
+        return minutes is not None and time.monotonic() - self._last_save_time >= 60 * minutes
 
     def save(
         self,

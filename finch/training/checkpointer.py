@@ -51,7 +51,8 @@ class TrainState:
         is_epoch_end: whether the last step was the last one of its epoch.
         is_synced: whether hooks may read tensors of the device after this step, see :meth:`finch.training.hooks.Hook.wants_sync`.
         stop: set once all ranks have agreed to stop.
-        is_save_due: whether the state is saved after this step, or with the epoch that it ends.
+        is_save_due: whether all ranks have agreed to save the state after this step, or with the epoch that it ends.
+        waits: whether any request may be of one rank only, as those of a user's hooks, and still counts after the same step.
     """
 
     parallel: Parallel
@@ -67,26 +68,47 @@ class TrainState:
     is_synced: bool = False
     stop: Stop | None = None
     is_save_due: bool = False
+    waits: bool = False
+    _wants_save: bool = False
     _requested: Stop | None = None
+    _is_asked_by_all: bool = False
+    _sent: list[tuple[dist.Work, torch.Tensor]] = field(default_factory=list)
 
-    def request_save(self) -> None:
-        """Asks for the state to be saved after this step; one rank's request is enough."""
-        self.is_save_due = True
+    def request_save(self, *, is_late: bool = False) -> None:
+        """Asks for the state to be saved after this step; one rank's request is enough. ``is_late``: or after the next one."""
+        self._wants_save = True
+        self._is_asked_by_all |= not is_late
 
-    def request_stop(self, reason: str, *, is_finished: bool = True, is_requeued: bool = False) -> None:
+    def request_stop(
+        self, reason: str, *, is_finished: bool = True, is_requeued: bool = False, is_late: bool = False
+    ) -> None:
         """Asks for the run to end after this step, with its state saved; one rank's request is enough. A run that is finished ends its epoch
-        there, with the epoch's folder. The reason is printed, and kept in RUN/status.json. See :class:`Stop`."""
+        there, with the epoch's folder. The reason is printed, and kept in RUN/status.json. ``is_late``: or after the next one, if another has not ended the
+        run by then. See :class:`Stop`."""
+        self._is_asked_by_all |= not is_late
         if self._requested is None or self._requested.is_finished:  # a signal's request stays
             self._requested = Stop(reason, is_finished, is_requeued)
 
     def agree(self) -> None:
-        """Makes the requests of each rank those of all; a collective of four numbers on the host."""
+        """Makes the requests of each rank those of all; a collective of four numbers on the host.
+
+        Late requests are sent with this step and read after the next one, while the device is at work: with hundreds of ranks waiting for them takes
+        as long as a step. All ranks wait for what all of them ask, and at an epoch's end.
+        """
         asked = self._requested or Stop("")
-        flags = [self.is_save_due, self._requested is not None, not asked.is_finished, asked.is_requeued]
+        flags = [self._wants_save, self._requested is not None, not asked.is_finished, asked.is_requeued]
         if self.parallel.world_size > 1:  # on the host: a request must not wait for the device
-            found = torch.tensor(flags, dtype=torch.int32)
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.parallel.host_group)
-            flags = [bool(flag) for flag in found.tolist()]
+            sent = torch.tensor(flags, dtype=torch.int32)
+            group = self.parallel.host_group
+            self._sent.append((dist.all_reduce(sent, dist.ReduceOp.MAX, group=group, async_op=True), sent))
+            is_late = not (self.waits or self.is_epoch_end or self._is_asked_by_all)
+            flags = [False] * 4
+            # What has been asked is read with all that was sent since, so that nothing of it is asked twice.
+            while len(self._sent) > (is_late and not any(flags)):
+                work, found = self._sent.pop(0)
+                work.wait()
+                flags = [bool(flag) for flag in found.tolist()]
+        self._is_asked_by_all = False
         self.is_save_due, is_stopped, is_unfinished, is_requeued = flags
         if is_stopped:
             # A collective that no rank misses: `is_stopped` is the same on all by now.
@@ -133,6 +155,11 @@ class Checkpointer:
             timeout_s=cfg.distributed_timeout,
         )
 
+    def request_due(self, state: TrainState) -> None:
+        """Asks for the saves of the config's block ``checkpoint``."""
+        if (is_due := self.writer.is_due(state.step)) or self.writer.is_time():
+            state.request_save(is_late=not is_due)
+
     def save(
         self, trainer: Resumable, *, wait: bool = False, metrics_lines: int | None = None, is_end: bool = False
     ) -> bool:
@@ -149,7 +176,7 @@ class Checkpointer:
         if not all([hook.may_save(state) for hook in trainer.hooks.values()]):
             logger.info(f"the state of step {state.step} is not saved: a hook has refused")
             return False
-        state.is_save_due = False
+        state.is_save_due = state._wants_save = False
         self.is_light &= is_end
         tensors, hooks = {}, {}
         for name in self._user_hooks:

@@ -126,7 +126,7 @@ class Hooks(dict[str, Hook]):
 
 
 class Preemption(Hook):
-    """SIGTERM, SIGUSR1 and Ctrl-C end the run after the current step; the watchdog knows whether this rank is in a step."""
+    """SIGTERM, SIGUSR1 and Ctrl-C end the run after the current step or, of several ranks, the next one; the watchdog knows whether this rank is in a step."""
 
     _signals: Signals | None = None
 
@@ -146,7 +146,7 @@ class Preemption(Hook):
         watchdog.mark_step(False)
         signals = self._signals
         if signals is not None and (signals.is_terminated or signals.is_interrupted):
-            state.request_stop("a signal", is_finished=False, is_requeued=signals.is_terminated)
+            state.request_stop("a signal", is_finished=False, is_requeued=signals.is_terminated, is_late=True)
 
     def close(self) -> None:
         if self._signals is not None:

@@ -238,3 +238,44 @@ def test_a_signals_stop_is_not_replaced_by_a_hooks():
     state.request_stop("another hook")
     state.agree()
     assert state.stop == Stop("a signal", is_finished=False, is_requeued=True)
+
+
+AGREE = """
+    import time
+    from finch.distributed import parallel
+    from finch.training.checkpointer import TrainState
+
+    place = parallel.start(torch.device("cpu"), shard=True)
+    state, seen, told = TrainState(place), [], folder / "told"
+
+    def agree():
+        state.agree()
+        seen.append([state.is_save_due, state.stop.reason if state.stop else None])
+        if state.is_save_due:
+            state.is_save_due = state._wants_save = False
+
+    if place.rank == 0:
+        agree()  # of step 1: waits for no other rank, which goes on only now
+        told.write_text("")
+    else:
+        while not told.exists():
+            time.sleep(0.01)
+        state.request_save(is_late=True)
+        agree()
+    agree()
+    agree()
+    state.request_save()  # of step 4, of all ranks
+    agree()
+    if place.rank == 1:
+        state.request_stop("a signal", is_finished=False, is_late=True)
+    agree()
+    state.is_epoch_end = True
+    agree()
+    tell(seen)
+    parallel.stop()
+"""
+
+
+def test_late_requests_count_after_the_next_step_and_nobody_waits_for_them(tmp_path):
+    asked = [[False, None], [True, None], [False, None], [True, None], [False, None], [False, "a signal"]]
+    assert on_ranks(2, AGREE, tmp_path, timeout=60) == [asked] * 2

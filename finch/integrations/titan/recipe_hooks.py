@@ -103,7 +103,7 @@ class RecipeHooks:
         self.tokenizer = build(self.cfg.tokenizer, "tokenizer")
         self.parallel, self.model = _parallel(trainer), TitanModel(trainer)
         self.decoder = SimpleNamespace(max_seq_len=config.training.seq_len)
-        self.state, self.run = TrainState(self.parallel), _DumpFolder(config, self.parallel)
+        self.state, self.run = TrainState(self.parallel, waits=True), _DumpFolder(config, self.parallel)
         self.base = HuggingFaceFolder(str(pretrained_folder(config)))
         self.metrics_log = trainer.run_metrics
         self.data: Any = self._rows_as_taken()
