@@ -102,10 +102,8 @@ def test_configs_of_all_arms_are_accepted(name, tmp_path):
         values = cell.values
         assert found == (str(cell.folder), values["optimizer.lr"], values["seed"], values.get("dtype", "fp32"))
         assert cfg.dataset.data_files.startswith(f"{tmp_path}/train")
-        schedule, has_replay = (
-            cfg.get("lr_scheduler"),
-            method in (*REPLAYED, "cosine") or method.endswith("self_replay"),
-        )
+        schedule = cfg.get("lr_scheduler")
+        has_replay = method in (*REPLAYED, "cosine") or method.endswith(("self_replay", "rows_16"))
         is_constant = method in ("constant", "self_replay", "kl_0.1", *REPLAYED) and not method.endswith("decayed")
         assert (schedule is None) == is_constant
         assert (cfg.self_replay is not None) == has_replay
