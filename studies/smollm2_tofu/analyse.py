@@ -126,9 +126,7 @@ def analyse(study: Path, out: Path) -> None:
             selected += select(setting, compare(comparison.runs, new_task=name))
     _write_csv(out / "results.csv", rows)
     _write_csv(out / "comparisons.csv", [_flat(pair) for pair in pairs])
-    (out / "comparisons.md").write_text(_table(pairs), encoding="utf-8")
     _write_csv(out / "selection.csv", selected)
-    (out / "selection.md").write_text(_selection_table(selected), encoding="utf-8")
     for name in PROBED:
         if any((study / name).glob("*/metrics.jsonl")):
             _write_csv(out / f"{name}.csv", probe_rows(study / name))
@@ -295,70 +293,6 @@ def _flat(one: Compared) -> dict[str, object]:
         **_numbers("five_difference", one.protocol.mean.difference),
         **_numbers("five_ratio", one.protocol.mean.ratio),
     }
-
-
-def _text(one: Estimate | None, places: int = 2) -> str:
-    if one is None:
-        return ""
-    ends = "" if one.low is None else f" [{one.low:.{places}f}, {one.high:.{places}f}]"
-    return f"{one.value:.{places}f}{ends}"
-
-
-def _table(pairs: Sequence[Compared]) -> str:
-    """The ratios of the primary measure, then the differences of all measures."""
-    columns = "five scores (protocol) | 101 scores | without any one rate | at the lowest score | at the highest"
-    lines = [f"| setting | pair | at equal | runs | {columns} |", "|---|---|---|---|---|---|---|---|---|"]
-    for one in pairs:
-        if one.measure != PRIMARY:
-            continue
-        scores = (
-            "{:.1f} to {:.1f}%".format(*one.scores) if one.new == NEW else "{:.2f} to {:.2f} nats".format(*one.scores)
-        )
-        without, pair = one.pair.ratios_without_one, one.pair
-        cells = [
-            one.setting,
-            f"{one.one} / {one.other}",
-            f"{one.new}, {scores}",
-            f"{one.num_runs[0]}, {one.num_runs[1]}",
-            _text(one.protocol.mean.ratio),
-            _text(pair.mean.ratio),
-            "" if without is None else "{:.2f} to {:.2f}".format(*without),
-            _text(pair.lowest.ratio),
-            _text(pair.highest.ratio),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
-        "| setting | pair | at equal | KL, nats | own answers, nats | stories, nats | HellaSwag, points | WinoGrande, points |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    groups: dict[tuple[str, str, str, str], dict[str, Compared]] = {}
-    for one in pairs:
-        groups.setdefault((one.setting, one.one, one.other, one.new), {})[one.measure] = one
-    for (setting, first, other, new), same in groups.items():
-        places = {"hellaswag": 1, "winogrande": 1}
-        cells = [_text(same[name].pair.mean.difference, places.get(name, 3)) if name in same else "" for name in OLD]
-        lines.append(f"| {setting} | {first} / {other} | {new} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _selection_table(rows: Sequence[Mapping[str, object]]) -> str:
-    columns = "KL, nats | HellaSwag, points | rates of the draws | score less SFT's | KL over SFT's, of draws | HellaSwag, of draws"
-    lines = [
-        f"| setting | best by | method | rate | score | {columns} |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        keys = ("setting", "selected_by", "method", "optimizer.lr", "score", PRIMARY, ACCURACY, "share_of_draws")
-        numbers = [
-            "{} [{}, {}]".format(*(row[f"{key}_{REFERENCE}{end}"] for end in ("", "_low", "_high")))
-            if row[f"{key}_{REFERENCE}"]
-            else ""
-            for key in ("score_minus", "kl_over")
-        ]
-        cells = [*(str(row[key]) for key in keys), *numbers, str(row[f"{ACCURACY}_drawn"])]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
 
 
 def _write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:

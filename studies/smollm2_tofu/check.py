@@ -60,8 +60,8 @@ def scores_of_base(sweep: Path, task: str) -> list[float]:
 
 
 def read_points(sweep: Path, new_task: str, measure: str, *others: Path) -> tuple[Points, dict[str, Points]]:
-    """The pretrained model, and each method: scores in percent or minus nats, forgetting in points or nats. ``others``: further sweeps, whose
-    methods are named after them."""
+    """The pretrained model, and each method: scores in percent or minus nats, forgetting in points or nats. ``others``: further sweeps, of
+    whose cells those with self_replay are read once they are complete, named after sweep and strength."""
     runs: dict[str, dict[float, list[int]]] = defaultdict(lambda: defaultdict(list))
     new: list[list[float]] = []
     old: list[list[float]] = []
@@ -69,14 +69,16 @@ def read_points(sweep: Path, new_task: str, measure: str, *others: Path) -> tupl
     for cell in [cell for each in (sweep, *others) for cell in sorted(each.glob("*/cell.json"))]:
         values = json.loads(cell.read_text())["values"]
         name = values.get("label", values["method"])
+        needed = [new_task, measure]
         if cell.parents[1] != sweep:
             name = f"{cell.parents[1].name}: {name}, {values.get('self_replay.strength', 0.3):g}"
-        of_new_task, of_measure = (scores(cell.parent / "evaluation", name) for name in (new_task, measure))
-        if of_new_task is None or of_measure is None:
+            needed += ["tofu", PRIMARY]
+        found = [scores(cell.parent / "evaluation", each) for each in needed]
+        if None in found or (cell.parents[1] != sweep and "self_replay" not in values["method"]):
             continue
         runs[name][values["optimizer.lr"]].append(len(seeds))
-        new.append(of_new_task)
-        old.append(of_measure)
+        new.append(found[0] or [])
+        old.append(found[1] or [])
         seeds.append(values["seed"])
     rng = np.random.default_rng(7)
 

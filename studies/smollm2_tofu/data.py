@@ -14,8 +14,8 @@ python -m studies.smollm2_tofu.data --out out/study/data [--data-root DATA] [--q
     skills.jsonl            the questions of the skills that finch measures, as prompts that are replayed
     openings.jsonl          the first words of other TinyStories, which the pretrained model continues
     tofu/, hellaswag/, winogrande/      for `finch evaluate --data-root`; only TOFU's 180 learned rows
-    equations/              the second task, files of the same names: 180 of SciKnowEval's chemical equations to balance, and as paraphrases and
-                            in TOFU's fields 120 others that are not learned, each with five answers of which one coefficient is changed
+    equations/              the second task, files of the same names: 180 of SciKnowEval's chemical equations to balance, and held out, also in
+                            TOFU's fields, 120 others, each with five answers of which one coefficient is changed
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ QUICK_SHARE = 0.25
 NUM_BLOCKS, NUM_PASSES, SEEDS, WRONG = 3, 5, 3, 0.1
 NUM_LONG, NUM_MANY = 300 * 16, 3600
 FIRST_OPENING, NUM_OPENINGS, WORDS = 300, 64, 12
-NUM_EQUATIONS, NUM_WRONG = 180, 5
+EQUATIONS, NUM_EQUATIONS, NUM_WRONG = "equations", 180, 5
 NUM_SKILLS = 468  # of 471 that are one question
 PROMPT_CHARACTERS, STORY_CHARACTERS = 400, 800
 
@@ -109,15 +109,15 @@ def prepare_equations(out: Path, data_root: Path | None) -> None:
     given = [row for row in read("sciknoweval/chemistry_l3.jsonl", data_root) if row["details"]["subtask"] == kind]
     rng = random.Random(2)
     rows = [{"question": prompt_of(row), "answer": row["answer"]} for row in rng.sample(given, len(given))]
-    folder, others = out / "equations", rows[NUM_EQUATIONS:]
+    folder, others = out / EQUATIONS, rows[NUM_EQUATIONS:]
     write(folder / "train.jsonl", rows[:NUM_EQUATIONS])
-    write(folder / "paraphrases.jsonl", others)
+    write(folder / "held_out.jsonl", others)
     as_tofu = (row | {f"paraphrased_{key}": row[key] for key in row} for row in others)
     chosen = (row | {"perturbed_answer": wrong_balances(row["answer"], rng)} for row in as_tofu)
     write(folder / "tofu/forget10_perturbed.jsonl", chosen)
     for name in ("prompts.jsonl", "stories.jsonl", "hellaswag/validation.jsonl"):
         (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(out / name, folder / name)
+        shutil.copy2(out / name, folder / name)
 
 
 def wrong_balances(answer: str, rng: random.Random) -> list[str]:
@@ -180,6 +180,8 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data-root", type=Path, help="folder of local copies; without it the hub")
     parser.add_argument("--quick", action="store_true", help="a quarter of the rows")
+    parser.add_argument("--equations", action="store_true", help="the second task's as well")
     arguments = parser.parse_args()
     prepare(arguments.out, arguments.data_root, is_quick=arguments.quick)
-    prepare_equations(arguments.out, arguments.data_root)
+    if arguments.equations:
+        prepare_equations(arguments.out, arguments.data_root)

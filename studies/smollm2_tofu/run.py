@@ -24,11 +24,10 @@ from studies.smollm2_tofu import data, model
 
 HERE = Path(__file__).parent
 GRIDS = {"smooth": "GRID.yaml", "blocks": "GRID_blocks.yaml", "wrong": "GRID_wrong.yaml"}
-EQUATIONS = "equations"  # its grid's and its rows' name
 REPLAY = {  # not among the default: their question came later
     "replay": "GRID_replay.yaml",
     "breadth": "GRID_breadth.yaml",
-    EQUATIONS: "GRID_equations.yaml",
+    data.EQUATIONS: "GRID_equations.yaml",
 }
 QUICK = {"quick": "GRID_quick.yaml"}
 PRECISION = "precision", "GRID_precision.yaml"
@@ -54,7 +53,7 @@ def main() -> None:
     start = time.perf_counter()
     model.make(out / "base", parsed.wheel)
     data.prepare(out / "data", parsed.data_root, is_quick=parsed.quick)
-    if EQUATIONS in grids:
+    if data.EQUATIONS in grids:
         data.prepare_equations(out / "data", parsed.data_root)
     code = 0
     for name, grid in grids.items():
@@ -69,8 +68,9 @@ def main() -> None:
     for name in grids:
         options = [f"--new-task={NEW}", f"--old-tasks={PRIMARY}", f"--out={out / 'results' / f'report_{name}'}"]
         code = finch("report", out / name, *options).wait() or code
-    print((out / "results" / "comparisons.md").read_text(encoding="utf-8"))
-    print(f"{out / 'results'}; {duration(time.perf_counter() - start)} in total")
+    print(
+        f"{out / 'results'}: comparisons.csv, a row per pair, and reports; {duration(time.perf_counter() - start)} in total"
+    )
     sys.exit(code)
 
 
@@ -96,7 +96,7 @@ def run_sweep(path: Path, out: Path, sweep: Path, jobs: int, words: Sequence[str
     """`finch sweep`, and meanwhile the scores of each cell that is finished. Then its weights are removed."""
     from studies.smollm2_tofu.score import Scorer, score_sweep
 
-    base, rows = out / "base", out / "data" / (EQUATIONS if sweep.name == EQUATIONS else "")
+    base, rows = out / "base", out / "data" / (data.EQUATIONS if sweep.name == data.EQUATIONS else "")
     overrides = [f"model_dir={base}", f"data={rows}", f"evaluate.data_root={rows}", *words]
     grid = read_grid(str(path), overrides, str(sweep))
     process = finch("sweep", path, *overrides, f"--out={sweep}", f"--jobs={jobs}")

@@ -37,12 +37,13 @@ from finch.evaluation.loading import hash_weights
 from finch.evaluation.model_folders import ModelFolder
 from finch.evaluation.results import NATS, NEW, OLD, Sample, SuiteResult, TaskResult, write_result
 from finch.study.sweep.grid import EVALUATED, FINISHED, read_cell
+from studies.smollm2_tofu.data import EQUATIONS
 
 SUITE, BASE = "losses", "base_losses"
 MAX_NEW_TOKENS = 64
 TASKS = {  # role, definition
     "paraphrases": (NEW, "loss of the paraphrased answers to the paraphrased questions of the learned rows"),
-    "held_out": (NEW, "loss of the paraphrased answers to paraphrased questions of rows that are not learned"),
+    "held_out": (NEW, "loss of the answers of rows that are not learned, of TOFU paraphrased"),
     "train": (NEW, "loss of the learned answers"),
     "own_answers": (OLD, f"loss of the pretrained model's greedy answers (up to {MAX_NEW_TOKENS} tokens)"),
     "own_answers_kl": (OLD, "KL divergence from the pretrained model at the tokens of its greedy answers"),
@@ -75,8 +76,8 @@ class Scorer:
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(base)
         self._model = self._load(base)
         self._end = int(self._model.config.eos_token_id)  # of a turn; tokenizers read from GGUF can name another one
-        questions = [name for name in ("paraphrases", "held_out", "train") if (data / f"{name}.jsonl").exists()]
-        rows = {name: self._questions(f"{name}.jsonl") for name in questions}
+        tasks = ("held_out", "train") if data.name == EQUATIONS else ("paraphrases", "held_out", "train")
+        rows = {name: self._questions(f"{name}.jsonl") for name in tasks}
         rows["own_answers"] = self._own_answers()
         rows["stories"] = [self._story(row["text"]) for row in self._read("stories.jsonl")]
         rows["endings"] = [self._ending(row) for row in self._read("hellaswag/validation.jsonl")]

@@ -2,7 +2,7 @@
 
 python -m studies.smollm2_tofu.shares out/study --out studies/smollm2_tofu/results
 
-writes shares.csv and shares.md, a line per sweep, method, strength and rate. *At equal training loss*: on straight lines between cosine SFT's six rates, means over
+writes shares.csv and prints README.md's table, a line per sweep, method, strength and rate. *At equal training loss*: on straight lines between cosine SFT's six rates, means over
 seeds; of the KL its logarithm. Intervals are check.py's: a bootstrap over rows and seeds, paired between runs.
 """
 
@@ -17,30 +17,47 @@ import numpy as np
 
 from studies.smollm2_tofu.check import PRIMARY, Array, Points, read_points, with_interval
 
-MEASURES = {  # column: measure, whether it is a share of SFT's in place of a difference, its form in the table
+TASKS = {  # the sweep of a task's cosine SFT: others on the same task, the answers that are not trained
+    "smooth": (("replay", "breadth"), "paraphrases"),
+    "equations": ((), "held_out"),
+}
+MEASURES = {  # column: measure, whether it is a share of SFT's in place of a difference from it, its form in the table
     "kl_share": (PRIMARY, True, "{:.2f}"),
     "stories_share": ("stories", True, "{:.2f}"),
-    "paraphrases_above": ("paraphrases", False, "{:+.2f}"),
+    "other_answers_above": (None, False, "{:+.2f}"),
     "points_below": ("tofu", False, "{:+.1f}"),
 }
+CONTROLS = ("constant", "finch")
 ENDS = ("", "_low", "_high")
 HEAD = "setting, strength | rate | runs | training loss | KL | stories' rise | paraphrase loss above | points of accuracy below"
 
 
 def shares(study: Path) -> list[dict[str, str]]:
-    """The table's lines. A positive difference speaks against the setting: nats per token of paraphrase loss, points of six-way accuracy."""
+    """The table's lines; first those of the controls without replay, at the rates of the others. A positive difference speaks against the
+    setting: nats per token of the loss of answers that are not trained, points of six-way accuracy."""
     lines: dict[tuple[str, float], dict[str, str]] = {}
-    for column, (measure, is_share, _) in MEASURES.items():
-        _, methods = read_points(study / "smooth", "train", measure, study / "replay", study / "breadth")
-        for name, points in ((name, points) for name, points in methods.items() if ": " in name):
-            for number, rate in enumerate(points.rates):
-                score, forgotten = points.new[:, number], points.forgotten[:, number]
-                its = at_equal_loss(methods["sft"], score, is_log=measure == PRIMARY)
-                values = with_interval(forgotten / its if is_share else forgotten - its)
-                numbers = {"optimizer.lr": f"{rate:g}", "runs": str(points.num_runs[number])}
-                numbers["training_loss"] = f"{-score[0]:.3f}"
-                line = lines.setdefault((name, rate), {"setting": name, **numbers})
-                line |= {f"{column}{end}": f"{value:.4f}" for end, value in zip(ENDS, values, strict=True)}
+    for sweep, (others, answers) in TASKS.items():
+        if not any((study / sweep).glob("*/cell.json")):
+            continue
+        for column, (measure, is_share, _) in MEASURES.items():
+            folders = (study / other for other in others)
+            _, methods = read_points(study / sweep, "train", measure or answers, *folders)
+            sft = methods.pop("sft")
+            shown = {name: points for name, points in methods.items() if not others or ": " in name}
+            rates = {rate for points in shown.values() for rate in points.rates}
+            shown = {name: methods[name] for name in CONTROLS if name in methods} | shown
+            for name, points in shown.items():
+                for number, rate in enumerate(points.rates):
+                    if rate not in rates:
+                        continue
+                    score, forgotten = points.new[:, number], points.forgotten[:, number]
+                    its = at_equal_loss(sft, score, is_log=measure == PRIMARY)
+                    values = with_interval(forgotten / its if is_share else forgotten - its)
+                    setting = name if ": " in name else f"{sweep}: {name}"
+                    numbers = {"optimizer.lr": f"{rate:g}", "runs": str(points.num_runs[number])}
+                    numbers["training_loss"] = f"{-score[0]:.3f}"
+                    line = lines.setdefault((setting, rate), {"setting": setting, **numbers})
+                    line |= {f"{column}{end}": f"{value:.4f}" for end, value in zip(ENDS, values, strict=True)}
     return list(lines.values())
 
 
@@ -74,4 +91,4 @@ if __name__ == "__main__":
         writer = csv.DictWriter(file, list(found[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(found)
-    (arguments.out / "shares.md").write_text(table(found), encoding="utf-8")
+    print(table(found), end="")

@@ -158,7 +158,7 @@ def test_equations_are_learned_or_measured(data, data_root, tmp_path):
     shutil.copytree(data, tmp_path, dirs_exist_ok=True)
     prepare_equations(tmp_path, data_root)
     folder = tmp_path / "equations"
-    train, others = read(folder / "train.jsonl"), read(folder / "paraphrases.jsonl")
+    train, others = read(folder / "train.jsonl"), read(folder / "held_out.jsonl")
     assert (len(train), len(others)) == (180, 120)
     assert len({row["question"] for row in train + others}) == 300
     assert all(row["question"].startswith("Balance.\n\nH2 + O2 = H2O") for row in train)
