@@ -1,5 +1,5 @@
 """A rank that hangs, and one that is to end: a watchdog prints the stack of every thread of a rank that makes no progress, shortly before
-collectives time out; SIGTERM, SIGUSR1, SIGUSR2, SIGHUP and Ctrl-C end a run after the current step.
+collectives time out; SIGTERM, SIGUSR1, SIGUSR2, SIGHUP and Ctrl-C end a run after the current step or the next.
 
 One stuck rank makes all others wait, and the first of them to time out ends the job. Only the stacks of all ranks show who waits
 for whom.
@@ -180,7 +180,7 @@ class Signals:
         if not self._received:
             self._first_time = time.monotonic()
             if os.environ.get("RANK", "0") == "0":  # at once: a step may take a minute; print is not safe in a handler
-                os.write(2, b"\nfinch: saving after this step; once more ends the run without saving\n")
+                os.write(2, b"\nfinch: saving after this step or the next; once more ends the run without saving\n")
         elif not (is_launched() or number == signal.SIGHUP) or self._is_late():
             os._exit(128 + number)
         self._received.add(number)

@@ -60,7 +60,7 @@ class ForgettingBudget(Hook):
     def _stop_if_exceeded(self, state: TrainState) -> None:
         settings = self._settings
         if settings is not None and settings.action == "stop" and self._last is not None and not self._is_inside():
-            state.request_stop(f"{run_files.BUDGET}; raise max_increase to continue")
+            state.request_stop(f"{run_files.BUDGET}; raise max_increase to continue", by_all=True)
 
     def _follow(self, state: TrainState) -> None:
         """Takes the metrics of an evaluation, and warns where it is the first one outside."""

@@ -52,7 +52,7 @@ class TrainState:
         is_synced: whether hooks may read tensors of the device after this step, see :meth:`finch.training.hooks.Hook.wants_sync`.
         stop: set once all ranks have agreed to stop.
         is_save_due: whether all ranks have agreed to save the state after this step, or with the epoch that it ends.
-        waits: whether any request may be of one rank only, as those of a user's hooks, and still counts after the same step.
+        waits: whether every request counts after its step, for which ranks wait for each other after each: a user's hooks may ask on one of them.
     """
 
     parallel: Parallel
@@ -74,34 +74,35 @@ class TrainState:
     _is_asked_by_all: bool = False
     _sent: list[tuple[dist.Work, torch.Tensor]] = field(default_factory=list)
 
-    def request_save(self, *, is_late: bool = False) -> None:
-        """Asks for the state to be saved after this step; one rank's request is enough. ``is_late``: or after the next one."""
+    def request_save(self, *, by_all: bool = False) -> None:
+        """Asks for the state to be saved after this step or, of several ranks, the next one; one rank's request is enough. It counts after this one
+        with ``waits``, at an epoch's end, and where every rank asks ``by_all`` after the same step."""
         self._wants_save = True
-        self._is_asked_by_all |= not is_late
+        self._is_asked_by_all |= by_all
 
     def request_stop(
-        self, reason: str, *, is_finished: bool = True, is_requeued: bool = False, is_late: bool = False
+        self, reason: str, *, is_finished: bool = True, is_requeued: bool = False, by_all: bool = False
     ) -> None:
-        """Asks for the run to end after this step, with its state saved; one rank's request is enough. A run that is finished ends its epoch
-        there, with the epoch's folder. The reason is printed, and kept in RUN/status.json. ``is_late``: or after the next one, if another has not ended the
-        run by then. See :class:`Stop`."""
-        self._is_asked_by_all |= not is_late
+        """Asks for the run to end, with its state saved, after the step of :meth:`request_save`. A run that is finished ends its epoch
+        there, with the epoch's folder. The reason is printed, and kept in RUN/status.json. See :class:`Stop`."""
+        self._is_asked_by_all |= by_all
         if self._requested is None or self._requested.is_finished:  # a signal's request stays
             self._requested = Stop(reason, is_finished, is_requeued)
 
-    def agree(self) -> None:
-        """Makes the requests of each rank those of all; a collective of four numbers on the host.
+    def saved(self) -> None:
+        """What was asked is done."""
+        self.is_save_due = self._wants_save = False
 
-        Late requests are sent with this step and read after the next one, while the device is at work: with hundreds of ranks waiting for them takes
-        as long as a step. All ranks wait for what all of them ask, and at an epoch's end.
-        """
+    def agree(self) -> None:
+        """Makes the requests of each rank those of all; a collective of four numbers on the host. What it sends is read after the next step, so
+        that no rank waits for another here, unless the request must count at once."""
         asked = self._requested or Stop("")
         flags = [self._wants_save, self._requested is not None, not asked.is_finished, asked.is_requeued]
         if self.parallel.world_size > 1:  # on the host: a request must not wait for the device
             sent = torch.tensor(flags, dtype=torch.int32)
             group = self.parallel.host_group
             self._sent.append((dist.all_reduce(sent, dist.ReduceOp.MAX, group=group, async_op=True), sent))
-            is_late = not (self.waits or self.is_epoch_end or self._is_asked_by_all)
+            is_late = not (self.waits or self.is_epoch_end or self._is_asked_by_all)  # the same on every rank
             flags = [False] * 4
             # What has been asked is read with all that was sent since, so that nothing of it is asked twice.
             while len(self._sent) > (is_late and not any(flags)):
@@ -158,7 +159,7 @@ class Checkpointer:
     def request_due(self, state: TrainState) -> None:
         """Asks for the saves of the config's block ``checkpoint``."""
         if (is_due := self.writer.is_due(state.step)) or self.writer.is_time():
-            state.request_save(is_late=not is_due)
+            state.request_save(by_all=is_due)
 
     def save(
         self, trainer: Resumable, *, wait: bool = False, metrics_lines: int | None = None, is_end: bool = False
@@ -176,7 +177,7 @@ class Checkpointer:
         if not all([hook.may_save(state) for hook in trainer.hooks.values()]):
             logger.info(f"the state of step {state.step} is not saved: a hook has refused")
             return False
-        state.is_save_due = state._wants_save = False
+        state.saved()
         self.is_light &= is_end
         tensors, hooks = {}, {}
         for name in self._user_hooks:

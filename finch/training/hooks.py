@@ -126,7 +126,7 @@ class Hooks(dict[str, Hook]):
 
 
 class Preemption(Hook):
-    """SIGTERM, SIGUSR1 and Ctrl-C end the run after the current step or, of several ranks, the next one; the watchdog knows whether this rank is in a step."""
+    """SIGTERM, SIGUSR1 and Ctrl-C end the run after the current step or, with several ranks, the next one; the watchdog knows whether this rank is in a step."""
 
     _signals: Signals | None = None
 
@@ -146,7 +146,7 @@ class Preemption(Hook):
         watchdog.mark_step(False)
         signals = self._signals
         if signals is not None and (signals.is_terminated or signals.is_interrupted):
-            state.request_stop("a signal", is_finished=False, is_requeued=signals.is_terminated, is_late=True)
+            state.request_stop("a signal", is_finished=False, is_requeued=signals.is_terminated)
 
     def close(self) -> None:
         if self._signals is not None:
@@ -334,7 +334,8 @@ class EarlyStopping(Hook):
         number = self._last["num_worse"]
         if self._settings is not None and number >= self._settings.patience:
             metric = str(state.select_by).replace("_", " ")
-            state.request_stop(f"early_stopping: {metric} no better in {number} readings; raise patience to continue")
+            reason = f"early_stopping: {metric} no better in {number} readings; raise patience to continue"
+            state.request_stop(reason, by_all=True)
 
 
 def build_metrics_log(cfg: DictConfig, run: Path, parallel: Parallel, *, num_steps: int) -> MetricsLog:

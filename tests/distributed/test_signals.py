@@ -56,7 +56,7 @@ def test_second_signal_exits_at_once():
     done = run_script("train", "SIGTERM")
     assert (done.stdout, done.stderr) == (
         "True\n",
-        "\nfinch: saving after this step; once more ends the run without saving\n",
+        "\nfinch: saving after this step or the next; once more ends the run without saving\n",
     )
     done = run_script("train", "SIGTERM", "SIGINT")
     assert (done.returncode, done.stdout) == (130, "")

@@ -252,7 +252,7 @@ AGREE = """
         state.agree()
         seen.append([state.is_save_due, state.stop.reason if state.stop else None])
         if state.is_save_due:
-            state.is_save_due = state._wants_save = False
+            state.saved()
 
     if place.rank == 0:
         agree()  # of step 1: waits for no other rank, which goes on only now
@@ -260,14 +260,25 @@ AGREE = """
     else:
         while not told.exists():
             time.sleep(0.01)
-        state.request_save(is_late=True)
+        state.request_save()
         agree()
     agree()
     agree()
-    state.request_save()  # of step 4, of all ranks
+    state.request_save(by_all=True)  # of step 4
     agree()
     if place.rank == 1:
-        state.request_stop("a signal", is_finished=False, is_late=True)
+        state.request_save()  # of step 5, read with what all ask after step 6
+    agree()
+    state.request_save(by_all=True)
+    agree()
+    agree()
+    state.waits = True
+    if place.rank == 1:
+        state.request_save()
+    agree()
+    state.waits = False
+    if place.rank == 1:
+        state.request_stop("a signal", is_finished=False)
     agree()
     state.is_epoch_end = True
     agree()
@@ -276,6 +287,7 @@ AGREE = """
 """
 
 
-def test_late_requests_count_after_the_next_step_and_nobody_waits_for_them(tmp_path):
-    asked = [[False, None], [True, None], [False, None], [True, None], [False, None], [False, "a signal"]]
-    assert on_ranks(2, AGREE, tmp_path, timeout=60) == [asked] * 2
+def test_requests_of_one_rank_count_after_the_next_step_and_nobody_waits_for_them(tmp_path):
+    saves = [False, True, False, True, False, True, False, True, False, False]
+    expected = [[is_due, None] for is_due in saves[:-1]] + [[False, "a signal"]]
+    assert on_ranks(2, AGREE, tmp_path, timeout=60) == [expected] * 2
