@@ -65,14 +65,8 @@ def draw_steps(steps: Sequence[dict[str, Any]], out: Path) -> None:
     for axes, (key, title) in zip(panels, kinds.items(), strict=True):
         for arm in dict.fromkeys(row["arm"] for row in steps):
             style = method_styles(ARMS)[arm]
-            rows = [row for row in steps if row["arm"] == arm]
-            axes.plot(
-                [row["step"] for row in rows],
-                [row[key] for row in rows],
-                color=style.hex,
-                label=ARMS[arm],
-                linewidth=1,
-            )
+            line = [(row["step"], row[key]) for row in steps if row["arm"] == arm]
+            axes.plot(*zip(*line, strict=True), color=style.hex, label=ARMS[arm], linewidth=1)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("step")
         if key == "step_kl":

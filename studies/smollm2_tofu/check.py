@@ -313,17 +313,7 @@ def check_runs(study: Path, results: Path) -> int:
                 for column, value in (("first_lr", rates[0]), ("mean_lr", np.mean(rates)), ("last_lr", rates[-1])):
                     if abs(float(line[column]) - value) > 6e-4 * abs(value):
                         raise SystemExit(f"{key}: {column} is {line[column]}, found {value:.4g}")
-            for task in (
-                "tofu",
-                PRIMARY,
-                "own_answers",
-                "stories",
-                "hellaswag",
-                "winogrande",
-                "train",
-                "paraphrases",
-                "held_out",
-            ):
+            for task in (*SUITES, PRIMARY, "own_answers", "stories", "train", "paraphrases", "held_out"):
                 if line.get(task):
                     found = scores(cells[key] / "evaluation", task)
                     expected[task] = float(np.mean(found)) if found else math.nan

@@ -6,9 +6,7 @@ python -m studies.smollm2_tofu.figure    draws docs/forgetting.svg from what res
 from __future__ import annotations
 
 import csv
-import json
 import re
-import tarfile
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
@@ -33,12 +31,15 @@ LABELS = {
     "kl": "SFT + KL penalty, 1 seed",
 }
 RESULTS = Path(__file__).parent / "results"
-PICTURED = {
-    "sft": "plain SFT, cosine",
-    "finch": "FINCH",
-    "wise_ft": "averages of SFT",
-    "self_replay": "self_replay, constant rate",
+PICTURED = {  # in README's picture: of results.csv and shares.csv
+    "sft": ("sft", "plain SFT, cosine"),
+    "finch": ("finch", "FINCH"),
+    "wise_ft": ("wise_ft", "averages of SFT"),
+    "replay: self_replay, 0.3": ("self_replay", "self_replay, 128 answers"),
+    "breadth: answers_1024_rows_16, 1": ("self_replay", "self_replay, 1,024 answers"),
 }
+BASE = 2.589, 0.0
+"""The pretrained model's training loss and KL."""
 _DARK = {
     "ink": "#e6e8eb",
     "muted": "#9aa3ad",
@@ -90,14 +91,13 @@ def draw_picture(path: Path) -> None:
         4.4, f"loss of the trained answers\n{MORE_LEARNED}", f"forgotten: KL, nats per token\n{LESS_FORGOTTEN}"
     )
     names = []
-    for method, label in PICTURED.items():
+    for setting, (method, label) in PICTURED.items():
         style = STYLES[method]
-        places = [point for point in sorted(points[method], key=lambda point: point[1]) if point[1] < MOST_FORGOTTEN]
+        places = [point for point in sorted(points[setting], key=lambda point: point[1]) if point[1] < MOST_FORGOTTEN]
         axes.plot(*zip(*places, strict=True), marker=style.marker, color=style.hex, markersize=6, linewidth=1.5)
         names.append(Name(label, style.hex, places))
-    (base,) = points["pretrained"]
-    axes.plot(*base, marker=PRETRAINED.marker, color=PRETRAINED.hex, markersize=11)
-    names.append(Name("pretrained", PRETRAINED.hex, [base]))
+    axes.plot(*BASE, marker=PRETRAINED.marker, color=PRETRAINED.hex, markersize=11)
+    names.append(Name("pretrained", PRETRAINED.hex, [BASE]))
     axes.set_ylim(MOST_FORGOTTEN, -0.06)
     axes.xaxis.set_inverted(True)
     name_places(axes, names)
@@ -112,25 +112,20 @@ def draw_picture(path: Path) -> None:
 
 
 def _stored_points() -> dict[str, list[tuple[float, float]]]:
-    """(training loss, KL) of each method's rates, means over seeds; of the pretrained model."""
+    """(training loss, KL) of each setting's rates, means over seeds."""
     found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    with (RESULTS / "results.csv").open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            if row["setting"] == "smooth" and row["own_answers_kl"]:
-                found[row["method"], row["optimizer.lr"]].append((float(row["train"]), float(row["own_answers_kl"])))
-    with tarfile.open(RESULTS / "replay_runs.tar.xz") as archive:
-        for member in archive:
-            if member.name.endswith("losses.json"):
-                content = archive.extractfile(member)
-                assert content is not None
-                tasks = json.load(content)["tasks"]
-                cell = re.fullmatch(r"(.+)_(?:lr_scheduler-None|eta_max-auto)_(.+)_seed\d", Path(member.name).parts[1])
-                found[(cell[1], cell[2]) if cell else ("pretrained", "")].append(
-                    (tasks["train"]["score"], tasks["own_answers_kl"]["score"])
-                )
+    for name, columns in (
+        ("results", ("method", "train", "own_answers_kl")),
+        ("shares", ("setting", "training_loss", "kl")),
+    ):
+        with (RESULTS / f"{name}.csv").open(encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                setting, loss, kl = (row[column] for column in columns)
+                if kl and row.get("setting") != "blocks":
+                    found[setting, row["optimizer.lr"]].append((float(loss), float(kl)))
     points = defaultdict(list)
-    for (method, _), pairs in found.items():
-        points[method].append((fmean(x for x, _ in pairs), fmean(y for _, y in pairs)))
+    for (setting, _), pairs in found.items():
+        points[setting].append((fmean(x for x, _ in pairs), fmean(y for _, y in pairs)))
     return points
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -36,28 +37,26 @@ def shares(study: Path) -> list[dict[str, str]]:
     """The table's lines; first those of the controls without replay, at the rates of the others. A positive difference speaks against the
     setting: nats per token of the loss of answers that are not trained, points of six-way accuracy."""
     lines: dict[tuple[str, float], dict[str, str]] = {}
-    for sweep, (others, answers) in TASKS.items():
-        if not any((study / sweep).glob("*/cell.json")):
-            continue
-        for column, (measure, is_share, _) in MEASURES.items():
-            folders = (study / other for other in others)
-            _, methods = read_points(study / sweep, "train", measure or answers, *folders)
-            sft = methods.pop("sft")
-            shown = {name: points for name, points in methods.items() if not others or ": " in name}
-            rates = {rate for points in shown.values() for rate in points.rates}
-            shown = {name: methods[name] for name in CONTROLS if name in methods} | shown
-            for name, points in shown.items():
-                for number, rate in enumerate(points.rates):
-                    if rate not in rates:
-                        continue
-                    score, forgotten = points.new[:, number], points.forgotten[:, number]
-                    its = at_equal_loss(sft, score, is_log=measure == PRIMARY)
-                    values = with_interval(forgotten / its if is_share else forgotten - its)
-                    setting = name if ": " in name else f"{sweep}: {name}"
-                    numbers = {"optimizer.lr": f"{rate:g}", "runs": str(points.num_runs[number])}
-                    numbers["training_loss"] = f"{-score[0]:.3f}"
-                    line = lines.setdefault((setting, rate), {"setting": setting, **numbers})
-                    line |= {f"{column}{end}": f"{value:.4f}" for end, value in zip(ENDS, values, strict=True)}
+    tasks = {sweep: how for sweep, how in TASKS.items() if any((study / sweep).glob("*/cell.json"))}
+    for (sweep, (others, answers)), (column, (measure, is_share, _)) in itertools.product(
+        tasks.items(), MEASURES.items()
+    ):
+        _, methods = read_points(study / sweep, "train", measure or answers, *(study / other for other in others))
+        sft = methods.pop("sft")
+        shown = {name: points for name, points in methods.items() if not others or ": " in name}
+        rates = {rate for points in shown.values() for rate in points.rates}
+        shown = {name: methods[name] for name in CONTROLS if name in methods} | shown
+        for name, number in (
+            (name, i) for name, points in shown.items() for i, at in enumerate(points.rates) if at in rates
+        ):
+            points, setting = shown[name], name if ": " in name else f"{sweep}: {name}"
+            score, forgotten, rate = points.new[:, number], points.forgotten[:, number], points.rates[number]
+            its = at_equal_loss(sft, score, is_log=measure == PRIMARY)
+            values = with_interval(forgotten / its if is_share else forgotten - its)
+            line = {"setting": setting, "optimizer.lr": f"{rate:g}", "runs": str(points.num_runs[number])}
+            line |= {"training_loss": f"{-score[0]:.3f}", "kl": f"{forgotten[0]:.4f}"}  # the KL comes first
+            line = lines.setdefault((setting, rate), line)
+            line |= {f"{column}{end}": f"{value:.4f}" for end, value in zip(ENDS, values, strict=True)}
     return list(lines.values())
 
 

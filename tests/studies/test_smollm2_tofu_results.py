@@ -175,6 +175,7 @@ def test_shares_are_those_of_the_runs():
         expected = {
             "runs": number,
             "training_loss": one[0],
+            "kl": one[1],
             "kl_share": one[1] / kl,
             "stories_share": (one[2] - stories) / (rise - stories),
             "other_answers_above": one[3] - paraphrases,
