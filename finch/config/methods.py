@@ -139,7 +139,7 @@ METHODS: dict[str, Method] = {
     ),
     "preserve": Method(
         "finch with self_replay, and average=auto at the end: what forgets least here (docs/choose.md has what was measured)",
-        {**FINCH, "self_replay": {}, "average": "auto"},
+        {**FINCH, "self_replay": {"rows": 1024, "share": 1.0, "strength": 1.0}, "average": "auto"},
     ),
     "flow": Method(
         "sequences with a low loss under the pretrained model weigh more",

@@ -19,6 +19,7 @@ from torchtitan.trainer import Trainer
 from finch.base.dtensor import to_local
 from finch.base.errors import UserError, report_user_errors
 from finch.base.log import logger
+from finch.config.methods import METHODS
 from finch.config.schema import SelfReplay
 from finch.integrations.titan.config_checks import check_config
 from finch.integrations.titan.losses import ObjectiveLoss, initial_loss
@@ -249,7 +250,7 @@ def to_finch_config(config: Trainer.Config, *, preserve: bool = False, **schedul
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     values["lr_scheduler"] = FinchLRSchedulersContainer.FINCHConfig(**schedule)
     if preserve:  # all of them, since the command line can change those that are here
-        values["self_replay"] = SelfReplay().model_dump(exclude_none=True)
+        values["self_replay"] = SelfReplay(**METHODS["preserve"].blocks["self_replay"]).model_dump(exclude_none=True)
     return FinchTrainer.Config(**values)
 
 

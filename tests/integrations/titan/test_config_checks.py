@@ -110,11 +110,12 @@ def test_setting_is_refused_with_self_replay(finch_config, block, name, value, m
 def test_preserve_has_the_recipes_settings_and_takes_options(plain):
     from torchtitan.config import ConfigManager
 
+    from finch.config.methods import METHODS
     from finch.config.schema import SelfReplay
     from finch.integrations.titan import to_finch_config
 
-    defaults = SelfReplay().model_dump()
-    assert to_finch_config(plain(), preserve=True).self_replay.items() <= defaults.items()
+    settings = SelfReplay(**METHODS["preserve"].blocks["self_replay"]).model_dump()
+    assert to_finch_config(plain(), preserve=True).self_replay.items() <= settings.items()
     arguments = ["--module", "helpers.titan_configs", "--config", "preserving", "--self_replay.strength", "1.0"]
     assert ConfigManager().parse_args(arguments).self_replay["strength"] == 1.0
 

@@ -102,13 +102,20 @@ def test_auto_config_preserves_unless_a_method_is_named(folder, rows_file, tmp_p
     monkeypatch.setattr("finch.auto.config._MIN_CONTEXT", 64)
     many = tmp_path / "many.jsonl"
     many.write_bytes(rows_file.read_bytes() * (10_000 // rows_file.stat().st_size + 1))
-    for rows, epochs, number in ((rows_file, 1, 16), (many, 5, many.stat().st_size * 5 // 480), (many, 100, 128)):
+    few, lines = (path.read_text().count("\n") for path in (rows_file, many))  # a tenth of them is held out
+    some = many.stat().st_size * 5 // 480
+    for rows, epochs, number, share in (
+        (rows_file, 1, 16, 16 / (few - few // 10)),
+        (many, 5, some, max(0.25, some / 5 / (lines - lines // 10))),
+        (many, 2000, 1024, 0.25),
+    ):
         caplog.clear()
         cfg = auto(*given, f"data_files={rows}", f"epochs={epochs}")
-        assert (cfg.self_replay.rows, cfg.self_replay.strength, cfg.average) == (number, 0.3, "auto")
+        assert (cfg.self_replay.rows, cfg.self_replay.share) == (number, pytest.approx(share, abs=0.005))
+        assert (cfg.self_replay.strength, cfg.average) == (1.0, "auto")
         assert (f"self_replay: {number} own answers" in caplog.text, "rows are few" in caplog.text) == (
             True,
-            number < 128,
+            number < 1024,
         )
     for word in (
         "method=finch",
@@ -120,7 +127,7 @@ def test_auto_config_preserves_unless_a_method_is_named(folder, rows_file, tmp_p
     ):
         cfg = auto(*given, f"data_files={rows_file}", word)
         assert (cfg.self_replay, cfg.average) == (None, None), word
-    assert auto(*given, f"data_files={rows_file}", "method=preserve").self_replay.rows == 128
+    assert auto(*given, f"data_files={rows_file}", "method=preserve").self_replay.rows == 1024
     assert auto(*given, f"data_files={rows_file}", "self_replay.rows=7").self_replay.rows == 7
     run = tmp_path / "run"  # of other epochs, or another version's choices
     run.mkdir()
