@@ -137,7 +137,7 @@ def preserving() -> Trainer.Config:
     base, stories = plain(), str(Path(os.environ["FINCH_TEST_ROWS"]).parents[1] / "tinystories/stories.jsonl")
     base.dataloader.is_packed = False
     config = to_finch_config(base, preserve=True, eta_max=2.5e-3, init="first_batch")
-    config.self_replay |= {"rows": 10, "max_new_tokens": 12, "share": 1.0}
+    config.self_replay |= {"rows": 10, "max_new_tokens": 12, "strength": 0.3}
     perturbed = os.environ["FINCH_TEST_ROWS"].replace("full", "forget10_perturbed")
     config.probes = {
         "own": {"kind": "self", "data_files": os.environ["FINCH_TEST_ROWS"], "rows": 5, "max_new_tokens": 10},

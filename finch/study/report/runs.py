@@ -220,7 +220,7 @@ def method_of_config(config: Mapping[str, Any]) -> str:
         if name != "sft" and blocks and all(has(*item) for item in blocks):
             names.append(name)
     # asft and preserve have the blocks of others, which are not named with them.
-    found = {name: METHODS[name].blocks.items() for name in names}
+    found = {name: {(key, component_of(one)) for key, one in METHODS[name].blocks.items()} for name in names}
     names = [name for name, blocks in found.items() if not any(blocks < others for others in found.values())]
     if _builder(config).startswith(("lora_", "qlora_")):
         names.append("lora")
