@@ -79,7 +79,8 @@ _LOST_PEER = (
     "remote process exited",
     "Broken pipe",
 )
-_TIMED_OUT = "Timed out waiting"  # gloo's; NCCL aborts the process itself
+# gloo's, of a collective and of those that were sent after it; NCCL aborts the process itself.
+_TIMED_OUT = ("Timed out waiting", "Application timeout")
 
 
 def report_user_errors(main: Callable[..., Any]) -> Callable[..., None]:
@@ -116,12 +117,13 @@ def report_user_errors(main: Callable[..., Any]) -> Callable[..., None]:
             if "LOCAL_RANK" not in os.environ:
                 raise
             reason = str(error) if isinstance(error, RuntimeError) else ""
-            if any(sign in reason for sign in _LOST_PEER) and _TIMED_OUT not in reason:
+            has_timed_out = any(sign in reason for sign in _TIMED_OUT)
+            if any(sign in reason for sign in _LOST_PEER) and not has_timed_out:
                 time.sleep(5)
                 _print(f"finch: rank {rank} stopped because another rank did; that rank's error is above")
                 _exit(1)
             traceback.print_exc()
-            if _TIMED_OUT in reason:
+            if has_timed_out:
                 _print(
                     f"finch: error: rank {rank} has waited for another rank longer than distributed_timeout; the stacks above, of every rank, show "
                     "which one is stuck and where"

@@ -138,7 +138,7 @@ METHODS: dict[str, Method] = {
         FINCH,
     ),
     "preserve": Method(
-        "finch with self_replay, and average=auto at the end: what forgets least here (docs/choose.md has what was measured)",
+        "finch with self_replay of 1,024 answers, and average=auto at the end: in one run of 135 M, without the average, 0.12 of cosine SFT's forgetting",
         {**FINCH, "self_replay": {"rows": 1024, "share": 1.0, "strength": 1.0}, "average": "auto"},
     ),
     "flow": Method(
