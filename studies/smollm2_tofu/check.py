@@ -68,17 +68,17 @@ def read_points(sweep: Path, new_task: str, measure: str, *others: Path) -> tupl
     seeds: list[int] = []
     for cell in [cell for each in (sweep, *others) for cell in sorted(each.glob("*/cell.json"))]:
         values = json.loads(cell.read_text())["values"]
-        name = values.get("label", values["method"])
-        needed = [new_task, measure]
-        if cell.parents[1] != sweep:
-            name = f"{cell.parents[1].name}: {name}, {values.get('self_replay.strength', 0.3):g}"
-            needed += ["tofu", PRIMARY]
-        found = [scores(cell.parent / "evaluation", each) for each in needed]
-        if None in found or (cell.parents[1] != sweep and "self_replay" not in values["method"]):
+        folder, name = cell.parent / "evaluation", values.get("label", values["method"])
+        of_new_task, of_measure = (scores(folder, each) for each in (new_task, measure))
+        if of_new_task is None or of_measure is None:
             continue
+        if cell.parents[1] != sweep:
+            if "self_replay" not in values["method"] or None in (scores(folder, each) for each in ("tofu", PRIMARY)):
+                continue
+            name = f"{cell.parents[1].name}: {name}, {values.get('self_replay.strength', 0.3):g}"
         runs[name][values["optimizer.lr"]].append(len(seeds))
-        new.append(found[0] or [])
-        old.append(found[1] or [])
+        new.append(of_new_task)
+        old.append(of_measure)
         seeds.append(values["seed"])
     rng = np.random.default_rng(7)
 
@@ -111,10 +111,8 @@ def read_points(sweep: Path, new_task: str, measure: str, *others: Path) -> tupl
             )  # the variance of few seeds is not too small
             score = (weights * of_new[:, indices]).sum(axis=1).round(9)  # equal ones differ in their last bits
             columns.append((score.clip(0, 100) if scale > 0 else score, (weights * of_old[:, indices]).sum(axis=1)))
-        table = np.array(columns)
-        methods[method] = Points(
-            sorted(rates), [len(rates[rate]) for rate in sorted(rates)], table[:, 0].T, table[:, 1].T
-        )
+        counts = [len(rates[rate]) for rate in sorted(rates)]
+        methods[method] = Points(sorted(rates), counts, *np.array(columns).transpose(1, 2, 0))
     return Points([], [], of_new[:, -1:], np.zeros((len(of_new), 1))), methods
 
 

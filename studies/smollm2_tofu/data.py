@@ -126,8 +126,9 @@ def wrong_balances(answer: str, rng: random.Random) -> list[str]:
     parts = re.split(r"( \+ | = )", answer)  # terms, with what joins them between
     while len(found) < NUM_WRONG:
         number = 2 * rng.randrange((len(parts) + 1) // 2)
-        coefficient, term = re.fullmatch(r"(\d*)(.*)", parts[number]).groups()  # type: ignore[union-attr]
-        other = rng.choice([each for each in range(1, 10) if each != int(coefficient or 1)])
+        term = parts[number].lstrip("0123456789")
+        coefficient = int(parts[number].removesuffix(term) or 1)
+        other = rng.choice([each for each in range(1, 10) if each != coefficient])
         wrong = "".join([*parts[:number], f"{other if other > 1 else ''}{term}", *parts[number + 1 :]])
         found += [] if wrong in found else [wrong]
     return found

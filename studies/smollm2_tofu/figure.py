@@ -121,7 +121,7 @@ def _stored_points() -> dict[str, list[tuple[float, float]]]:
         with (RESULTS / f"{name}.csv").open(encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 setting, loss, kl = (row[column] for column in columns)
-                if kl and row.get("setting") != "blocks":
+                if kl and (name == "shares" or row["setting"] == "smooth"):
                     found[setting, row["optimizer.lr"]].append((float(loss), float(kl)))
     points = defaultdict(list)
     for (setting, _), pairs in found.items():

@@ -2,8 +2,8 @@
 
 python -m studies.smollm2_tofu.shares out/study --out studies/smollm2_tofu/results
 
-writes shares.csv and prints README.md's table, a line per sweep, method, strength and rate. *At equal training loss*: on straight lines between cosine SFT's six rates, means over
-seeds; of the KL its logarithm. Intervals are check.py's: a bootstrap over rows and seeds, paired between runs.
+writes shares.csv and prints README.md's table, a line per sweep, method, strength and rate. *At equal training loss*: on straight lines between
+cosine SFT's rates, means over seeds; of the KL its logarithm. Intervals are check.py's: a bootstrap over rows and seeds, paired between runs.
 """
 
 from __future__ import annotations

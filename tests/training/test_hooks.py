@@ -246,7 +246,7 @@ AGREE = """
     from finch.training.checkpointer import TrainState
 
     place = parallel.start(torch.device("cpu"), shard=True)
-    state, seen, told = TrainState(place), [], folder / "told"
+    state, seen, marker = TrainState(place), [], folder / "rank_0_goes_on"
 
     def agree():
         state.agree()
@@ -256,9 +256,9 @@ AGREE = """
 
     if place.rank == 0:
         agree()  # of step 1: waits for no other rank, which goes on only now
-        told.write_text("")
+        marker.write_text("")
     else:
-        while not told.exists():
+        while not marker.exists():
             time.sleep(0.01)
         state.request_save()
         agree()

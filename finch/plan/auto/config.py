@@ -17,6 +17,7 @@ from finch.base.run_files import CONFIG
 from finch.config.instantiate import build, component_of
 from finch.config.methods import METHODS
 from finch.config.parser import merge
+from finch.config.schema import SelfReplay
 from finch.data.row_files import local_files, source_of
 from finch.models.families import model_block
 from finch.models.hf_config import check_folder
@@ -42,10 +43,8 @@ PATIENCE = 2
 
 _NUM_PROMPTS, _MIN_CONTEXT = 24, 256
 
-_BYTES_PER_ANSWER, _MIN_ANSWERS, _MIN_SHARE = 480, 16, 0.25
+_BYTES_PER_ANSWER, _MIN_ANSWERS = 480, 16
 """Of rows, read in all epochs, by which training takes twice as long as one own answer with its prompt, where that was measured: 135 M, two CPU cores."""
-_ANSWERS = 128
-"""Of rows whose size is not known."""
 
 _MICRO_BATCH = 4
 _BF16_MIXED_BYTES = 16
@@ -136,11 +135,11 @@ def complete(
         chosen |= {key: before[key] for key in ("self_replay", "average") if before.get(key) is not None}
     elif min(context, limit or context) >= _MIN_CONTEXT and _leaves_method_open(given, file_blocks, overrides):
         preserve = METHODS["preserve"].blocks
-        most, replay = preserve["self_replay"]["rows"], _replay(given, preserve["self_replay"], num_rows)
-        chosen["self_replay"], number = replay, replay["rows"]
+        chosen["self_replay"] = _replay(given, preserve["self_replay"], num_rows)
         if not _is_removed("self_replay", overrides):
             chosen["average"] = preserve["average"]
-            shown = "" if number == most else f", not {most:,}: the rows are few"
+            number, most = (block["self_replay"]["rows"] for block in (chosen, preserve))
+            shown = "" if number == most else f", not {most:,}: the rows are few, or of unknown size"
             messages.append(
                 f"self_replay: {number} own answers before the first step{shown}; method=finch trains without"
             )
@@ -208,10 +207,11 @@ def _replay(given: DictConfig, block: Blocks, num_rows: int | None) -> Blocks:
     """``block`` with as many own answers as take half of the training's time, by the size of the rows' files, and each replayed about once."""
     files = [] if given.get("data_files") is None else local_files(_file_names(given))
     size = sum(file.stat().st_size for file in files if file.is_file())
-    number = min(block["rows"], _epochs(given) * size // _BYTES_PER_ANSWER) if size else _ANSWERS
-    number, read = max(_MIN_ANSWERS, number), _epochs(given) * (num_rows or 0)
-    share = min(block["share"], number / read) if read else 0.0
-    return {**block, "rows": number, "share": round(max(_MIN_SHARE, share), 2)}
+    default, read = SelfReplay(), _epochs(given) * (num_rows or 0)  # the default where sizes are not known
+    number = min(block["rows"], _epochs(given) * size // _BYTES_PER_ANSWER) if size else default.rows
+    number = max(_MIN_ANSWERS, number)
+    share = min(block["share"], number / read) if read else default.share
+    return {**block, "rows": number, "share": round(max(default.share, share), 2)}
 
 
 def _user_values(file_blocks: Blocks, overrides: list[str]) -> DictConfig:
