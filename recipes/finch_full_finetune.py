@@ -6,6 +6,7 @@ from finch.base.extras import prepare_recipe
 
 prepare_recipe()  # before the imports that fail without the extra
 
+import contextlib
 import functools
 from typing import Any
 
@@ -215,10 +216,11 @@ class FinchFullFinetune(FTRecipeInterface):
             self.interrupted = self.run.interrupt(stop, self.state.step, is_saved=is_saved)
 
     def close(self) -> None:
-        """After any end: writes pending metrics, and waits for a checkpoint that is being written."""
-        for part in self.parts:
-            part.close()
-        watchdog.stop()
+        """After any end: writes pending metrics, and waits for a checkpoint that is being written. Every part is closed, also after one that fails."""
+        with contextlib.ExitStack() as closing:
+            closing.callback(watchdog.stop)
+            for part in reversed(self.parts):  # the stack's last one is its first
+                closing.callback(part.close)
 
     def cleanup(self) -> None:
         """Ends a run that succeeded. After an error the process group is left alone: closing NCCL's waits for lost ranks."""

@@ -60,7 +60,10 @@ def run_recipe(recipe_class: Callable[[DictConfig], Any], cfg: DictConfig) -> No
         recipe.setup(cfg)
         recipe.train()
     except BaseException as error:
-        recipe.close()
+        try:
+            recipe.close()
+        except Exception as another:  # such as a full disk, once more: what ended the run is told
+            logger.warning(f"closing the run failed as well: {another}")
         # After `close`, which has read the metrics that were pending: only then is the step known.
         if isinstance(error, FloatingPointError):
             guard = recipe.hooks["nonfinite"]

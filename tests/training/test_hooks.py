@@ -22,6 +22,7 @@ from helpers.runs import (
 from finch.base import status
 from finch.distributed.parallel import Parallel
 from finch.training.checkpointer import Stop, TrainState
+from finch.training.run import RunLock
 from finch.weights.huggingface import HuggingFaceFolder
 
 OWN_HOOKS = """
@@ -56,6 +57,10 @@ class Recorder(Hook):
     def close(self):
         self.calls.append("close")
         (self.run / f"calls_{os.environ.get('RANK', '0')}.json").write_text(json.dumps(self.calls))
+
+class Failing(Hook):
+    def after_step(self, state): raise RuntimeError("of the step")
+    def close(self): raise RuntimeError("of the end")
 
 class NoHook:
     pass
@@ -189,6 +194,13 @@ def test_stop_at_an_epochs_end_exports_it_and_a_refused_save_is_left_out(folder,
 def test_mistakes_in_hooks_are_one_line(hooks, message, folder, base_folder, rows_file, tmp_path):
     run = run_here(tmp_path / "a", make_config(base_folder, rows_file, tmp_path / "run", hooks=hooks))
     assert message in run.error()
+
+
+def test_what_ended_a_run_is_told_also_where_closing_it_fails(folder, base_folder, rows_file, tmp_path):
+    config = make_config(base_folder, rows_file, tmp_path / "run")
+    with pytest.raises(RuntimeError, match="of the step"):
+        run_here(tmp_path / "a", {**config, "hooks": {"x": {"_component_": "own_hooks.Failing"}}})
+    assert RunLock(tmp_path / "run").holder() is None  # what is closed after the hook was closed as well
 
 
 def test_no_hook_reads_the_device_unless_one_wanted_to(folder, base_folder, rows_file, tmp_path):
