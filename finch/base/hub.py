@@ -22,33 +22,38 @@ _ROWS = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@(refs/\w+/[^/]+|[^/]+))?
 _SNAPSHOT = re.compile(r"/(?:models|datasets)--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(?![^/])")
 _MODEL_KEYS = ("model_dir", "model.path", "tokenizer.path", "checkpointer.checkpoint_dir", "--base", "--tuned")
 # Many repositories have the same weights in other formats too.
-_FILES = (
-    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "*.jinja"),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "adapter_*"),
+_SMALL_FILES = (
+    *("config.json", "generation_config.json", "model.safetensors.index.json", "*.jinja", "adapter_config.json"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
 )
+_FILES = (*_SMALL_FILES, "model*.safetensors", "adapter_*")
 
 
-def local_path(key: str, value: Any, left_out: Collection[str] = ()) -> Any:
+def local_path(key: str, value: Any, left_out: Collection[str] = (), *, is_first_look: bool = False) -> Any:
     """The value of a config's key or a command's option; in place of a name on the hub, the folder or file of this machine.
 
-    A folder here that has such a name comes first. Blocks and lists are searched, but for the keys ``left_out``.
+    A folder here that has such a name comes first. Blocks and lists are searched, but for the keys ``left_out``. A first look leaves the weights
+    where they are.
 
     Raises UserError for a name that the hub does not have, or not for everyone; Unavailable where the hub, the network or the disk fails.
     """
+    look = functools.partial(local_path, left_out=left_out, is_first_look=is_first_look)
     if isinstance(value, dict):
-        return {name: local_path(f"{key}.{name}".lstrip("."), part, left_out) for name, part in value.items()}
+        return {name: look(f"{key}.{name}".lstrip("."), part) for name, part in value.items()}
     if isinstance(value, list):
-        return [local_path(key, part, left_out) for part in value]
+        return [look(key, part) for part in value]
     if not isinstance(value, str) or key in left_out or exists(value):
         return value
     if key in _MODEL_KEYS and (match := _NAME.fullmatch(value)):
-        return _find(f"{key}={value}", match[1], match[2], "model", _FILES)
+        return _find(f"{key}={value}", match[1], match[2], "model", _SMALL_FILES if is_first_look else _FILES)
     if key.rpartition(".")[2] == "data_files" and (match := _ROWS.fullmatch(value)):
         return f"{_find(f'{key}={value}', match[1], match[2], 'dataset', (match[3],))}/{match[3]}"
     return value
 
 
-def local_paths(blocks: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def local_paths(
+    blocks: dict[str, Any], overrides: Sequence[str], *, is_first_look: bool = False
+) -> tuple[dict[str, Any], list[str]]:
     """A config file's keys and the command line's ``key=value``, which come before them, as :func:`local_path` has them."""
     import yaml
 
@@ -56,9 +61,9 @@ def local_paths(blocks: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[
     for override in overrides:
         key, _, text = override.partition("=")
         value = yaml.safe_load(text) if text.startswith("[") and "hf://" in text else text
-        path = local_path(key, value)
+        path = local_path(key, value, is_first_look=is_first_look)
         changed.append(override if path == value else f"{key}={json.dumps(path, ensure_ascii=False)}")
-    return local_path("", blocks, [override.partition("=")[0] for override in overrides]), changed
+    return local_path("", blocks, [each.partition("=")[0] for each in overrides], is_first_look=is_first_look), changed
 
 
 def pinned(key: str, source: Any) -> Any:

@@ -96,12 +96,13 @@ def read(
         raise UsageError(f"{flags[0]} is no option; overrides are key=value, or ~key to remove one")
     overrides = readable(overrides)
     file_cfg = load_config(path)
-    file_blocks: Any = _text_keys(OmegaConf.to_container(file_cfg))
-    file_blocks, overrides = hub.local_paths(file_blocks, overrides)
+    given: tuple[Any, list[str]] = _text_keys(OmegaConf.to_container(file_cfg)), overrides
     user_keys = referred_keys(file_cfg) | (AUTO_KEYS if "auto" in file_cfg else set())
     errors: list[UserError] = []
-    for is_last in (False, True):  # the first time for what people mistype, before torch is imported and rows are read
+    # The first time for what people mistype: before a download of weights, torch is imported, and rows are read.
+    for is_last in (False, True):
         if not errors:
+            file_blocks, overrides = hub.local_paths(*given, is_first_look=not is_last)
             with named_errors(path):
                 blocks, chosen = complete(file_blocks, overrides, is_first_look=not is_last, ranks=ranks)
                 # What auto adds later on can be removed only then.

@@ -14,6 +14,8 @@ from huggingface_hub import constants, file_download
 from finch.base import hub
 from finch.base.errors import Unavailable, UserError
 from finch.config.foreign import offline, read_config_of
+from finch.config.parser import read
+from finch.config.schema import FullFinetuneKeys
 
 MODEL = {
     "config.json": b"{}",
@@ -112,6 +114,15 @@ def test_config_has_paths_where_the_command_line_leaves_them(server):
     assert blocks == {"model_dir": "Acme/Absent", "dataset": {"data_files": [rows, "x"]}, "epochs": 2}
     name = "hf://datasets/Acme/Rows/a.jsonl"
     assert hub.local_paths({}, [f"dataset.data_files=[{name}, y]"])[1] == [f'dataset.data_files=["{rows}", "y"]']
+
+
+def test_what_is_mistyped_is_told_before_weights_are_downloaded(server, base_folder, rows_file):
+    server.add("models/Acme/Tiny", files_of(base_folder))
+    words = ["--config", "auto", "model_dir=Acme/Tiny", f"data_files={rows_file}", "epochs=2"]
+    with pytest.raises(UserError, match=r"unknown key epoch=2, did you mean epochs"):
+        read([*words, "epoch=2"], FullFinetuneKeys)
+    assert (server.downloads("config.json"), server.downloads("model.safetensors")) == (1, 0)
+    assert (Path(read(words, FullFinetuneKeys).model_dir) / "model.safetensors").is_file()
 
 
 def test_a_cut_download_goes_on_or_is_one_line(server):
