@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
@@ -60,6 +61,9 @@ _BATCH_KEYS = (
     "fsdp_reshard_after_forward",
 )
 _ROWS = "finch.data.rows.rows_dataset"
+_OF_ROWS = ("data_files", "source", "name", "split")
+"""Which rows a data set has."""
+_OF_SPLIT = ("validation_fraction", "test_fraction", "split_seed", "split_by")
 _NUM_MEASURED = 256
 
 Blocks = dict[str, Any]
@@ -105,7 +109,7 @@ def complete(
         }
     chosen["output_dir"] = f"out/auto/{_slug(hub.name_of(folder))}-{_slug(_rows_name(given))}"
     if is_first_look:
-        data = _data(given, reads_rows=False)[0] if _is_open(given, "dataset") else {}
+        data = _data(given, overrides, reads_rows=False)[0] if _is_open(given, "dataset") else {}
         return _fill_in(file_blocks, {**chosen, **data, "batch_size": 1}), []
     from finch.distributed.parallel import launched_ranks
     from finch.probes.kinds import NUM_SKILL_ROWS
@@ -118,7 +122,7 @@ def complete(
     )
     num_rows = None
     if _is_open(given, "dataset"):
-        data, num_rows, message = _data(given, reads_rows=True)
+        data, num_rows, message = _data(given, overrides, reads_rows=True)
         chosen.update(data)
         messages.append(message)
     device = _device_keys(str(given.get("device", "auto")), num_parameters, num_rows, ranks)
@@ -143,7 +147,7 @@ def complete(
             messages.append(
                 f"self_replay: {number} own answers before the first step{shown}; method=finch trains without"
             )
-    is_validated = chosen.get("dataset_validation") or file_blocks.get("dataset_validation")
+    is_validated = chosen.get("dataset_validation") or given.get("dataset_validation")
     is_validated = is_validated and not _is_removed("dataset_validation", overrides)
     if is_validated and "early_stopping" not in file_blocks and not given.get("save_last_epoch_only"):
         chosen["early_stopping"] = {"patience": PATIENCE}
@@ -169,7 +173,12 @@ def complete(
 
 
 def _fill_in(file_blocks: Blocks, chosen: Blocks) -> Blocks:
-    return {**chosen, **{key: value for key, value in file_blocks.items() if value is not None or key not in chosen}}
+    """Both; a file's block that names no component is laid over the chosen one."""
+    blocks = {**chosen, **{key: value for key, value in file_blocks.items() if value is not None or key not in chosen}}
+    for key, block in chosen.items():
+        if isinstance(block, dict) and "_component_" in block and "_component_" not in (own := blocks[key]):
+            blocks[key] = {**block, **own}
+    return blocks
 
 
 def learning_rate(num_parameters: int, num_steps: int | None) -> float:
@@ -194,7 +203,7 @@ def _run_before(given: DictConfig, folder: str) -> Blocks | None:
 def _leaves_method_open(given: DictConfig, file_blocks: Blocks, overrides: list[str]) -> bool:
     """Whether nothing speaks against ``method=preserve``'s keys: neither a method, by name or by its blocks, nor packs."""
     names_method = any(re.match(r"(method|loss|kl_penalty|regularizer)\b", override) for override in overrides)
-    is_packed = OmegaConf.select(given, "dataset.packed")
+    is_packed = _rows_key(given, "packed")
     return not (names_method or given.get("method") or is_packed or "self_replay" in file_blocks)
 
 
@@ -238,8 +247,8 @@ def _is_removed(block: str, overrides: list[str]) -> bool:
 
 
 def _is_open(given: DictConfig, block: str) -> bool:
-    """Whether neither the file nor the command line names a component for it."""
-    return component_of(given.get(block)) is None
+    """Whether neither the file nor the command line names a component for it, or a list of them."""
+    return component_of(given.get(block)) is None and not isinstance(given.get(block), ListConfig)
 
 
 def _required(given: DictConfig, key: str, meaning: str) -> str:
@@ -314,43 +323,80 @@ def _long_row(cfg: DictConfig) -> tuple[int, int]:
     return tokens, max(1, min(tokens - 1, round(num_targets / sum(lengths) * tokens)))
 
 
-def _data(given: DictConfig, reads_rows: bool) -> tuple[Blocks, int | None, str]:
+def _data(given: DictConfig, overrides: list[str], *, reads_rows: bool) -> tuple[Blocks, int | None, str]:
     """The blocks dataset and dataset_validation; how many rows are left to train on (None: unknown); a line about them."""
     source = _source_of(given)
     named = "${source}" if given.get("source") else None
     block: Blocks = {"_component_": _ROWS}
     num_rows = None
+    its: Blocks = given.get("dataset") or {}
     if given.get("data_files") is None and source is not None:
         block |= {"source": named or str(source)}
         message = f"dataset.source={source}: rows of the hub, the format is found when they are read"
     else:
         names = _file_names(given)
-        column_map: Any = OmegaConf.select(given, "dataset.column_map")
+        column_map: Any = its.get("column_map")
         column_map = None if column_map is None else OmegaConf.to_container(column_map)
         source = source or source_of(local_files(names))
         block |= {"source": named or source, "data_files": "${data_files}"}
         message = f"data_files={', '.join(names)}"
         if reads_rows:
             from finch.data import formats
+            from finch.data.table import read_table
 
             rows = formats.detect(names, source, column_map)
             block["format"], num_rows = rows.format, rows.num_rows
+            if its.get("split"):
+                num_rows = len(read_table(local_files(names), source, str(its["split"])))
             message += f": {num_rows:,} rows of {rows.label}"
             if rows.unused_columns:
                 message += f" (not used: {', '.join(rows.unused_columns)})"
-    if num_rows is not None and num_rows < MIN_ROWS_TO_SPLIT:
-        return {"dataset": block}, num_rows, f"{message}, too few to hold out some for validation"
-    fraction, left, share = VALIDATION_FRACTION, None, f"{VALIDATION_FRACTION:.0%}"
+    keys = [*block, *(key for key in its if key not in block)]  # the command line's reach both parts
+    if _is_removed("dataset_validation", overrides) or _validates_others(given):
+        return {"dataset": block, "dataset_validation": _others(given, keys)}, num_rows, f"{message}, none held out"
+    fraction = its.get("validation_fraction")
+    if fraction is None and num_rows is not None and num_rows < MIN_ROWS_TO_SPLIT:
+        none: Blocks = {"dataset": block, "dataset_validation": None}
+        return none, num_rows, f"{message}, too few to hold out some for validation"
+    if not isinstance(fraction, float):  # a wrong one is named when all keys are checked
+        fraction = VALIDATION_FRACTION if num_rows is None else min(VALIDATION_FRACTION, MAX_VALIDATION_ROWS / num_rows)
+        fraction = float(f"{fraction:.3g}")
+    left, share = None, f"{fraction:.0%}"
     if num_rows is not None:
-        fraction = float(f"{min(fraction, MAX_VALIDATION_ROWS / num_rows):.3g}")
         held_out = max(1, round(fraction * num_rows))
         left, share = num_rows - held_out, f"{held_out:,}"
-    block |= {"part": "train", "validation_fraction": fraction, "split_seed": 0}
-    keys = {**block, **(given.get("dataset") or {})}  # the command line's reach both parts
-    validation = {key: f"${{dataset.{key}}}" for key in keys if key not in ("_component_", "part")}
-    held_out_block = {"_component_": _ROWS, **validation, "part": "validation"}
-    blocks = {"dataset": block, "dataset_validation": held_out_block}
+    split = {"validation_fraction": fraction, "split_seed": 0}
+    validation = _references(dict.fromkeys([*keys, *split]))
+    blocks = {
+        "dataset": {**block, "part": "train", **split},
+        "dataset_validation": {**validation, "part": "validation"},
+    }
     return blocks, left, f"{message}, {share} held out for validation"
+
+
+def _references(keys: Iterable[str]) -> Blocks:
+    """A block of rows that are read as the training rows are."""
+    left_out = ("_component_", "part")
+    return {"_component_": _ROWS, **{key: f"${{dataset.{key}}}" for key in keys if key not in left_out}}
+
+
+def _validates_others(given: DictConfig) -> bool:
+    """Whether the user names the rows to validate on: none of the training rows are held out then."""
+    own = given.get("dataset_validation")
+    if not isinstance(own, DictConfig):
+        return own is not None  # torchtune's short form of a component
+    blocks = [own, *filter(OmegaConf.is_dict, (own._get_node(name) for name in own))]  # one, or several by name
+    return any(map(component_of, blocks)) or not {*own}.isdisjoint(_OF_ROWS)
+
+
+def _others(given: DictConfig, keys: Iterable[str]) -> Blocks | None:
+    """The block of other rows than the training rows, for what the user leaves open of it; None: it is complete, or removed."""
+    own = given.get("dataset_validation")
+    if not isinstance(own, DictConfig) or {*own}.isdisjoint(_OF_ROWS) or component_of(own) is not None:
+        return None
+    # Other files may be of another kind; another split is of the same.
+    replaced = {*_OF_ROWS, "format"} if {"data_files", "source"} & {*own} else {*own}
+    return _references(key for key in keys if key not in {*replaced, *_OF_SPLIT})
 
 
 def _file_names(given: DictConfig) -> list[str]:
@@ -368,7 +414,13 @@ def _rows_name(given: DictConfig) -> str:
 
 def _source_of(given: DictConfig) -> Any:
     """The reader of the files, or the hub's name, if the user gives one."""
-    return OmegaConf.select(given, "dataset.source") or given.get("source")
+    return _rows_key(given, "source") or given.get("source")
+
+
+def _rows_key(given: DictConfig, key: str) -> Any:
+    """A key of the block dataset; None of a list of data sets, each with its own."""
+    rows = given.get("dataset")
+    return rows.get(key) if isinstance(rows, DictConfig) else None
 
 
 def _slug(name: str) -> str:

@@ -20,13 +20,16 @@ from transformers import AutoModelForCausalLM
 from benchmarks.tiny_text import WORDS
 from finch.base import hub
 from finch.base.errors import UserError
-from finch.config.instantiate import find_config
+from finch.config.instantiate import build, component_of, find_config
 from finch.config.parser import read
 from finch.config.schema import FullFinetuneKeys
+from finch.data.row_files import nodes_of
 from finch.distributed import parallel
 from finch.plan.auto import trial
-from finch.plan.auto.config import learning_rate
+from finch.plan.auto.config import complete, learning_rate
 from finch.plan.estimate import fake_step
+
+ROWS = "finch.data.rows.rows_dataset"
 
 
 @pytest.fixture(scope="module")
@@ -273,6 +276,66 @@ def test_auto_config_overrides_reach_every_block(folder, rows_file):
 def test_auto_config_stops_early_where_it_can_keep_the_best(word, folder, rows_file):
     words = (f"model_dir={folder}", f"data_files={rows_file}", "device=cpu")
     assert [auto(*words).early_stopping, auto(*words, word).early_stopping] == [{"patience": 2}, None]
+
+
+def rows_of(cfg):
+    """Questions that a run trains on, and those that it validates on."""
+    tokenizer = build(cfg.tokenizer, "tokenizer")
+    blocks = (cfg.dataset, cfg.dataset_validation)
+    sets = [[] if block is None else build(block, "dataset", tokenizer) for block in blocks]
+    return [{tuple(row["tokens"]) for row in rows} for rows in sets]
+
+
+def test_auto_config_holds_rows_out_only_to_validate_on_them(folder, rows_file, tmp_path):
+    words = (f"model_dir={folder}", f"data_files={rows_file}", "device=cpu", "tokenizer.max_seq_len=64")
+    (trained, held_out), (every, none) = (rows_of(auto(*words, *more)) for more in ((), ("~dataset_validation",)))
+    assert (len(trained), len(held_out), every, none) == (37, 4, trained | held_out, set())
+    assert rows_of(auto(*words, "dataset_validation=null")) == [every, set()]
+    own = tmp_path / "own.csv"
+    own.write_text("prompt,response\n" + "a red bird,a blue bird\n" + "a small cat,a big dog\n")
+    cfg = auto(*words, f"dataset_validation.data_files={own}", "dataset.train_on_input=True")
+    assert (rows_of(cfg)[0], len(rows_of(cfg)[1]), cfg.dataset_validation.train_on_input) == (every, 2, True)
+    cfg = auto(*words, "dataset.split=train[:30]", "dataset_validation.split=train[30:]")
+    assert tuple(map(len, rows_of(cfg))) == (30, 11)
+    cfg = auto(
+        *words, "dataset_validation._component_=finch.data.rows.rows_dataset", f"dataset_validation.data_files={own}"
+    )
+    assert (rows_of(cfg)[0], len(rows_of(cfg)[1]), cfg.early_stopping) == (every, 2, {"patience": 2})
+
+
+@pytest.mark.parametrize(
+    ("block", "sizes"),
+    [
+        ({"dataset_validation": {"data_files": "OWN", "format": "question_answer"}}, (41, 41)),
+        ({"dataset_validation": {name: {"_component_": ROWS, "data_files": "OWN"} for name in "ab"}}, (41,)),
+        ({"dataset_validation": {"new_system_prompt": "Be brief."}, "dataset": {"train_on_input": True}}, (37, 4)),
+        ({"dataset": [{"_component_": ROWS, "data_files": "OWN"}], "data_files": None}, (41,)),
+    ],
+)
+def test_auto_config_takes_blocks_of_a_file(block, sizes, folder, rows_file, tmp_path):
+    config = yaml.safe_load(find_config("auto").read_text()) | {"model_dir": str(folder), "data_files": str(rows_file)}
+    config |= json.loads(json.dumps(block).replace("OWN", str(rows_file)))
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({**config, "device": "cpu"}))
+    cfg = read(["--config", str(tmp_path / "own.yaml")], FullFinetuneKeys)
+    blocks = [each for each in (*nodes_of(cfg.dataset), cfg.dataset_validation) if component_of(each)]
+    tokenizer = build(cfg.tokenizer, "tokenizer")
+    assert tuple(len(build(each, "dataset", tokenizer)) for each in blocks) == sizes
+
+
+def test_auto_config_says_how_many_rows_are_left(folder, rows_file):
+    words = (f"model_dir={folder}", f"data_files={rows_file}", "device=cpu")
+    found = [
+        complete(yaml.safe_load(find_config("auto").read_text()), [*words, *more])[1][1]
+        for more in ((), ("dataset.validation_fraction=0.5",), ("dataset.split=train[:8]",), ("~dataset_validation",))
+    ]
+    assert [line.partition("answer, ")[2] for line in found] == [
+        "4 held out for validation",
+        "20 held out for validation",
+        "too few to hold out some for validation",
+        "none held out",
+    ]
+    few = auto(*words, "dataset.split=train[:8]", "dataset.validation_fraction=0.25")
+    assert tuple(map(len, rows_of(few))) == (6, 2)
 
 
 def test_auto_config_few_rows_are_not_split(folder, tmp_path):
