@@ -30,11 +30,14 @@ PACKAGES = {
 def require_extras(program: str, *extras: str) -> None:
     """Checks that extras, keys of ``PACKAGES``, are installed, without importing them; ``program`` is what needs them.
 
-    Raises UserError with the pip command if one is not.
+    Raises UserError with the pip command if one is not, or torchtune is not the released one.
     """
     if any(find_spec(package) is None for extra in extras for package in PACKAGES[extra]):
         names = " and ".join(extras) + (" extras" if len(extras) > 1 else " extra")
         raise UserError(f"{program} needs the {names}: {install_command(*extras)}")
+    # On the main branch a row's labels come shifted, and a model would learn to repeat each token.
+    if "torchtune" in extras and not (found := version("torchtune") or "").startswith("0.6."):
+        raise UserError(f"{program} needs torchtune 0.6, not {found}: pip install 'torchtune==0.6.1'")
 
 
 def install_command(*extras: str) -> str:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 from torchtune.data import padded_collate_packed
 
-from finch.config.torchtune_names import shift_labels
 from finch.data.dataset import REFERENCE_LOSSES, Samples
 from finch.data.order import eval_micro_batches
 from finch.data.padding_free import PaddingFree, is_right_padded, remove_padding
@@ -146,7 +146,8 @@ def _collate_and_shift(collate: Callable[..., Batch], rows: list[dict[str, Any]]
     reference_losses = [row.pop(REFERENCE_LOSSES) for row in rows if REFERENCE_LOSSES in row]
     replayed = [{key: row.pop(key) for key in REFERENCES} for row in rows if REFERENCES[0] in row]
     batch = collate(rows)
-    batch["labels"] = shift_labels(batch["labels"])
+    # Each label to the token that predicts it; the last one has none.
+    batch["labels"] = F.pad(batch["labels"][..., 1:], (0, 1), value=IGNORE_INDEX)
     batch["targets"] = (batch["labels"].flatten() != IGNORE_INDEX).nonzero().squeeze(1)
     # Packed batches have masks and positions, and another collator may pad on the left: these run as they are.
     if batch.keys() == {"tokens", "labels", "targets"} and is_right_padded(

@@ -16,8 +16,7 @@ from torchtune.modules import MultiHeadAttention, TiedLinear, TransformerDecoder
 from torchtune.training import prepare_mha_for_tp
 
 from finch.base.errors import UserError
-from finch.config.instantiate import build, component_of, locate
-from finch.config.torchtune_names import plan_arguments
+from finch.config.instantiate import build
 
 Plan = Mapping[str, ParallelStyle]
 
@@ -29,7 +28,7 @@ def build_plan(node: Any, decoder: TransformerDecoder, size: int) -> Plan:
     torch's tensor parallelism; ``size``: ranks of a tensor-parallel group. Raises UserError if it does not exist, or as :func:`check_plan`.
     """
     key = "tensor_parallel_plan"
-    plan = build(node, key, **plan_arguments(locate(component_of(node) or "", key), decoder))
+    plan = build(node, key)
     check_plan(decoder, plan, size)
     return plan
 

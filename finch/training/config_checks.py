@@ -10,13 +10,13 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 from torchtune.modules import TransformerDecoder
+from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from finch import FinchLR, ReplayLR
 from finch.base import run_files
 from finch.base.errors import UserError
 from finch.checkpoint.reader import find_resume_candidates
 from finch.config.instantiate import build, component_of, locate
-from finch.config.torchtune_names import PLAIN_CROSS_ENTROPY
 from finch.distributed.parallel import launched_ranks
 from finch.distributed.precision import precision_of
 from finch.objectives import Objective
@@ -25,12 +25,11 @@ from finch.optim.optimizer_variants import stochastic_optimizer
 from finch.training.kl_penalty import build_kl
 from finch.training.optimizer import finch_warning, loss_schedule, torch_schedule
 
+_PLAIN_CROSS_ENTROPY = (nn.CrossEntropyLoss, CEWithChunkedOutputLoss)
 _DEFAULT_LOSS_ARGUMENTS = (
     ("ignore_index", -100),
     ("reduction", "mean"),
     ("label_smoothing", 0.0),
-    ("mask_ignored_tokens", True),  # the last two: torchtune's main branch
-    ("tp_enabled", False),
 )
 
 
@@ -219,7 +218,7 @@ def _check_loss(cfg: DictConfig) -> None:
     if is_objective(cfg):
         build(cfg.loss, "loss")
         return
-    if locate(cfg.loss["_component_"], "loss") not in PLAIN_CROSS_ENTROPY:
+    if locate(cfg.loss["_component_"], "loss") not in _PLAIN_CROSS_ENTROPY:
         raise UserError(
             f"loss._component_={component_of(cfg.loss)} is not a plain cross-entropy; use torch.nn.CrossEntropyLoss, "
             "torchtune.modules.loss.CEWithChunkedOutputLoss, or one of finch.objectives"

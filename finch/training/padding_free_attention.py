@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchtune.models.gemma2._attention import Gemma2Attention
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
-from finch.config.torchtune_names import Gemma2Attention
 from finch.data.padding_free import PaddingFree, Varlen
 from finch.models.qwen3 import Qwen3Attention
 from finch.training.varlen_attention import is_supported, varlen_attention

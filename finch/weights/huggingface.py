@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchtune.models.gemma2._attention import Gemma2Attention
 from torchtune.models.gemma2._component_builders import Gemma2FinalNorm
 from torchtune.modules import TiedLinear, TransformerDecoder
 
 from finch.base.dtensor import each_shard, local_block, to_local
 from finch.base.errors import UserError, WriteFailed
 from finch.base.files import write_text
-from finch.config.torchtune_names import Gemma2Attention
 from finch.models.chat_template import CHAT_TEMPLATE, read_chat_template
 from finch.models.hf_config import CONFIG, FAMILIES, attention_window, check_folder, is_tied, read_config, rope_settings
 from finch.models.lora import adapter_parameters

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from finch.base import extras
+from finch.base.errors import UserError
 from finch.base.extras import peft_conflict, version
 
 
@@ -31,6 +32,14 @@ def test_install_command_is_of_the_checkout_or_wheel(tmp_path, monkeypatch, made
     if "a b" in command:
         monkeypatch.chdir(tmp_path / "a b")
         assert extras.install_command("hf") == command.replace("{folder}/a b[hf,report]", ".[hf]")
+
+
+def test_another_torchtune_is_refused(monkeypatch):
+    extras.require_extras("x", "torchtune")
+    for other in ("0.7.0.dev20250801", "0.0.0"):  # a nightly build, a checkout
+        monkeypatch.setattr(extras.metadata, "version", lambda _, found=other: found)
+        with pytest.raises(UserError, match=f"^x needs torchtune 0.6, not {other}: pip install 'torchtune==0.6.1'"):
+            extras.require_extras("x", "torchtune")
 
 
 def test_what_no_package_is_there_for_is_said_before_training(monkeypatch):

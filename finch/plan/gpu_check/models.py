@@ -18,7 +18,6 @@ from torchtune.datasets import PackedDataset
 
 from finch.config.instantiate import build, find_config, load_config
 from finch.config.parser import read
-from finch.config.torchtune_names import labels_come_shifted
 from finch.models.families import SIZES
 from finch.models.qwen3 import SIZE_0_6B, SIZE_4B, qwen3_tune_to_hf
 from finch.objectives import IGNORE_INDEX
@@ -119,9 +118,7 @@ def random_rows(vocab_size: int, number: int, *, has_prefix: bool = False) -> li
 
 
 def dataset_of(rows: Sequence[Row], pack: int = 0) -> Any:
-    """The rows as the installed torchtune's datasets give them, in packs of ``pack`` tokens unless it is 0."""
-    if labels_come_shifted():  # on its main branch each label is at the token before it
-        rows = [{**row, "labels": [*row["labels"][1:], IGNORE_INDEX]} for row in rows]
+    """The rows as torchtune's datasets give them, in packs of ``pack`` tokens unless it is 0."""
     return PackedDataset(rows, max_seq_len=pack) if pack else rows
 
 
