@@ -113,7 +113,7 @@ def _find(folder: Path, name: str) -> pyarrow.Table | None:
     for file in folder.glob(f"{name}-*.arrow"):
         # The name has the hash of the content: a file that a disk or a copy has damaged is not trusted.
         if file.is_file() and _hash(file) == file.stem.rpartition("-")[2]:
-            return pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).read_all()
+            return pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))).read_all()
         file.unlink()  # damaged, or no file
     return None
 
@@ -125,7 +125,8 @@ def _write(folder: Path, name: str, batches: Iterable[pyarrow.RecordBatch]) -> N
     try:
         rest = iter(batches)
         first = next(rest)
-        with pyarrow.OSFile(str(partial), "wb") as sink, pyarrow.ipc.new_file(sink, first.schema) as writer:
+        # Not the file format, which refuses a column whose batches have dictionaries of their own (pandas' categories).
+        with pyarrow.OSFile(str(partial), "wb") as sink, pyarrow.ipc.new_stream(sink, first.schema) as writer:
             writer.write_batch(first)
             for batch in rest:
                 writer.write_batch(batch)

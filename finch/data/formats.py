@@ -350,7 +350,7 @@ class RowToMessages(Transform):
 
     def _tools(self, sample: Mapping[str, Any]) -> Any:
         tools = sample.get("tools")
-        if isinstance(tools, str):
+        if is_text := isinstance(tools, str):
             tools = _parsed(tools, "its field 'tools'") if tools.strip() else None
         if not tools:
             return None
@@ -360,7 +360,7 @@ class RowToMessages(Transform):
             raise UserError(
                 "it has tools, which the tokenizer's chat template does not write; give a model whose template does, or remove them"
             )
-        return self._clean(tools)
+        return tools if is_text else self._clean(tools)
 
     def _messages(self, sample: Mapping[str, Any]) -> Iterable[Message]:
         values = {field: sample.get(column) for field, column in self._columns.items()}

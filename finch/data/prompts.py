@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from torchtune.datasets._sft import SFTTransform
 
 from finch.base.errors import UserError
 from finch.data.formats import RowFormat, RowToMessages, detect_columns
-from finch.data.row_files import local_files
+from finch.data.row_files import local_files, utf8
 from finch.data.rows import files_and_source, load_table
 from finch.objectives import IGNORE_INDEX
 from finch.objectives.replay import around_content
@@ -43,7 +44,8 @@ def load_rows(
     """The first ``number`` rows of a split, or prompts of a text file, one per line. Raises UserError for files that cannot be read."""
     names = None if data_files is None else [data_files] if isinstance(data_files, str) else list(map(str, data_files))
     if names is not None and all(Path(name).suffix == ".txt" for name in names):
-        return _lines("\n".join(file.read_text(encoding="utf-8") for file in local_files(names)))[:number]
+        texts = (utf8(file.read_bytes().removeprefix(codecs.BOM_UTF8), file) for file in local_files(names))
+        return _lines("\n".join(texts))[:number]
     files, reader = files_and_source(source, names)
     try:
         table = load_table(reader, names, files, name=name, split=split)

@@ -231,7 +231,8 @@ def _not_utf8(file: Path, why: str, encoding: str, place: str = "") -> UserError
     )
 
 
-def _utf8(content: bytes, file: Path, place: str) -> str:
+def utf8(content: bytes, file: Path, place: str = "") -> str:
+    """The text of a file's bytes. Raises UserError that names what they may be in place of UTF-8."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -289,7 +290,7 @@ def _read_csv(content: IO[bytes], file: Path) -> Iterator[str]:
         # A column without a name is the index that pandas writes.
         row = {name: cell or None for name, cell in itertools.zip_longest(header, cells) if name}
         text = json.dumps(row, ensure_ascii=False)
-        _utf8(text.encode(errors="surrogateescape"), file, f": row {number}")
+        utf8(text.encode(errors="surrogateescape"), file, f": row {number}")
         yield text
     _check_faults(faults, file)
 
@@ -310,7 +311,7 @@ def _read_json(content: IO[bytes], file: Path) -> Iterator[str]:
 def _array(content: IO[bytes], file: Path) -> Iterator[tuple[str, Any]]:
     # Part by part, since a compressed file does not say how large it is.
     parts = iter(functools.partial(content.read, 1 << 20), b"")
-    text = _utf8(b"".join(itertools.islice(parts, MAX_ARRAY >> 20)), file, "")
+    text = utf8(b"".join(itertools.islice(parts, MAX_ARRAY >> 20)), file, "")
     if content.read(1):
         raise UserError(
             f"data_files={file} is a JSON array of more than {MAX_ARRAY >> 30} GiB; write a row a line, as .jsonl"
@@ -329,7 +330,7 @@ def _lines(content: IO[bytes], file: Path) -> Iterator[tuple[str, Any] | str]:
     for number, line in enumerate(filter(bytes.strip, _lines_of(content)), start=1):
         if len(line) == MAX_ROW:
             raise _too_large(file, number)
-        text = _utf8(line.strip(), file, f": row {number}")
+        text = utf8(line.strip(), file, f": row {number}")
         try:
             row = json.loads(text, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:

@@ -310,8 +310,8 @@ def tokenized(
 
 
 def train_validation_split(table: Table, part: str, validation_fraction: float, split_seed: int) -> Table:
-    """One of two parts of a table: ``train`` or ``validation``, which holds ``validation_fraction`` of the rows and at least one; those of
-    ``datasets.Dataset.train_test_split``. Raises UserError for a fraction out of range, or no row left to train on."""
+    """One of two parts of a table, in its order: ``train`` or ``validation``, which holds ``validation_fraction`` of the rows and at least one; those
+    of ``datasets.Dataset.train_test_split``. Raises UserError for a fraction out of range, or no row left to train on."""
     if not 0 < validation_fraction < 1:
         raise UserError(f"dataset.validation_fraction={validation_fraction} must lie in (0, 1), such as 0.1")
     held_out = max(1, round(validation_fraction * len(table)))
@@ -320,7 +320,7 @@ def train_validation_split(table: Table, part: str, validation_fraction: float, 
             f"dataset: {len(table)} rows are too few to hold out {validation_fraction:g} of them; give more rows"
         )
     order = np.random.default_rng(split_seed).permutation(len(table))
-    return table.select(order[held_out:] if part == "train" else order[:held_out])
+    return table.select(np.sort(order[held_out:] if part == "train" else order[:held_out]))
 
 
 def files_and_source(source: str | None, data_files: str | list[str] | None) -> tuple[list[Path], str]:

@@ -152,15 +152,16 @@ def validate_dataset(
     assert samples.content is not None
     samples.lengths = parallel.all_reduce_sum_(samples.lengths.to(parallel.device)).cpu()  # each row is in one share
     samples.content = parallel.all_reduce_sum_(samples.content.to(parallel.device)).cpu()
+    long = "" if max_seq_len is None else f", or the prompt already reaches tokenizer.max_seq_len={max_seq_len}"
     if stats.num_targets == 0:
         raise UserError(
-            f"{samples.key}: none of the {len(samples.rows)} samples of {samples.source} has a target token; the prompts already reach "
-            f"tokenizer.max_seq_len={max_seq_len}, raise it"
+            f"{samples.key}: none of the {len(samples.rows)} samples of {samples.source} has a target token: none of its turns is learned{long}; "
+            "correct the rows, or raise it"
         )
     if stats.num_without_targets:
         logger.warning(
-            f"{samples.key}: {stats.num_without_targets} of {len(samples.rows)} samples have no target token, since the prompt already reaches "
-            f"tokenizer.max_seq_len={max_seq_len} ({name_rows(stats.without_targets, stats.num_without_targets)}); they teach nothing"
+            f"{samples.key}: {stats.num_without_targets} of {len(samples.rows)} samples have no target token: none of their turns is learned{long} "
+            f"({name_rows(stats.without_targets, stats.num_without_targets)}); they teach nothing"
         )
     if stats.num_truncated:
         logger.warning(

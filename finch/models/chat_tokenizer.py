@@ -168,7 +168,9 @@ class ChatTokenizer(ModelTokenizer, Transform):
                 "give rows without it, or a template that writes it"
             )
         if any(not message.masked and message.role != "assistant" for message in messages):
-            return text, [(0, len(text))]
+            # A system turn that is not learned comes first: the rest is.
+            own = turns[0]["content"].strip() if messages[0].role == "system" and messages[0].masked else ""
+            return text, [(text.find(own) + len(own) if own in text else 0, len(text))]
         spans = self._answer_spans.find(text, turns, tools, generation=generation)
         answers = (message for message in messages if message.role == "assistant")
         return text, [span for answer, span in zip(answers, spans, strict=True) if not answer.masked]

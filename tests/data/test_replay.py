@@ -95,7 +95,7 @@ def test_without_a_template_a_text_begins_with_bos(folder):
 
 
 def test_prompts_are_read_from_lines_of_text(tmp_path):
-    (tmp_path / "prompts.txt").write_text("Why?\n\n  How? \nWhen?\n")
+    (tmp_path / "prompts.txt").write_text("\ufeffWhy?\n\n  How? \nWhen?\n", encoding="utf-8")
     assert prompts.load_rows(str(tmp_path / "prompts.txt"), None, None, "train", 2) == [
         {"prompt": "Why?"},
         {"prompt": "How?"},

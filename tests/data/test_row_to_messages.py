@@ -63,7 +63,9 @@ def test_calls_and_tools_reach_the_template_as_they_are():
         tool,
         {"role": "assistant", "content": "4"},
     ]
-    row = {"messages": turns, "tools": json.dumps([{"type": "function", "function": {"name": "add"}}])}
+    parameters = {"properties": {"a": {"type": "integer", "default": None}}}  # of a text nothing is taken
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    row = {"messages": turns, "tools": json.dumps(tools)}
     sample = RowToMessages(detect_columns(row, row), tokenizer=Reader())(row)
     assert sample["tools"] == json.loads(row["tools"])
     assert [getattr(message, "fields", {}) for message in sample["messages"]] == [

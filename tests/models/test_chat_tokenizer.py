@@ -235,6 +235,19 @@ def test_train_on_input_has_no_mask(tmp_path):
     assert not any(qwen3_of(tmp_path).tokenize_messages(messages)[1])
 
 
+def test_train_on_input_leaves_out_a_system_turn_that_is_no_target(tmp_path):
+    write(tmp_path, "qwen3")
+    system = Message(role="system", content="a small bird ", masked=True)
+    tokenizer = qwen3_of(tmp_path)
+    tokens, mask = tokenizer.tokenize_messages(
+        [system, Message(role="user", content="a"), Message(role="assistant", content="b")]
+    )
+    learned = [token for token, is_masked in zip(tokens, mask, strict=True) if not is_masked]
+    text = tokenizer.decode(learned, skip_special_tokens=False)
+    assert text.replace(" ", "").startswith("<|im_end|>\n<|im_start|>user\na<|im_end|>"), text
+    assert mask.index(False) == len(mask) - len(learned)
+
+
 def test_cut_off_at_max_seq_len(tmp_path):
     write(tmp_path, "qwen3")
     messages = turns(*CONVERSATIONS["two turns"])
