@@ -47,6 +47,7 @@ class FinchCallback(Callback):
         self.schedule = FinchLR(trainer.optimizers[0], **{"total_steps": total_steps, **self._options})
         if self._resumed is not None:
             self.schedule.load_state_dict(self._resumed)
+            self._resumed = None  # another run with this callback starts anew
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._num_targets = self._count_targets(batch)
@@ -56,16 +57,18 @@ class FinchCallback(Callback):
         self._step_loss.update(mean * self._num_targets, self._num_targets)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._step_loss.is_empty:
+            return  # `training_step` has returned None, and there is no gradient
         if not self.schedule.step(*self._step_loss.compute()):
             optimizer.zero_grad(set_to_none=True)  # a parameter without gradient is not updated
         metrics = self.schedule.metrics()
         pl_module.log_dict({"lr": metrics["lr"], "ema_loss": metrics["ema_loss"]})
 
     def state_dict(self) -> dict[str, Any]:
-        return self.schedule.state_dict()
+        return self.schedule.state_dict() if hasattr(self, "schedule") else {}  # a checkpoint before the first step
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._resumed = state_dict
+        self._resumed = state_dict or None
 
 
 def _check(trainer: Trainer, pl_module: LightningModule, resumed: Any) -> None:

@@ -76,8 +76,9 @@ def own_answers(
     with _evaluating(model), _replaying(model):
         for prompt, answer in zip(prompts, found, strict=True):
             tokens = torch.tensor([*prompt, *answer])
-            logits = model(input_ids=tokens[None].to(next(model.parameters()).device)).logits[0, len(prompt) - 1 : -1]
-            answers.append(_answer(tokens, logits, top_k))
+            logits = model(input_ids=tokens[None].to(next(model.parameters()).device)).logits[0]
+            # After what a prompt-tuned model puts before its input.
+            answers.append(_answer(tokens, logits[-len(tokens) :][len(prompt) - 1 : -1], top_k))
     return answers
 
 
@@ -159,6 +160,7 @@ def _logits(model: Any, rows: Sequence[tuple[torch.Tensor, int]]) -> list[torch.
     mask = torch.arange(tokens.shape[1]) < torch.tensor([[len(each)] for each, _ in rows])
     with _replaying(model):
         logits = model(input_ids=tokens.to(device), attention_mask=mask.long().to(device)).logits
+    logits = logits[:, -tokens.shape[1] :]  # after what a prompt-tuned model puts before its input
     return [row[len(each) - number - 1 : len(each) - 1] for row, (each, number) in zip(logits, rows, strict=True)]
 
 

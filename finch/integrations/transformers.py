@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import math
 import os
 import warnings
@@ -20,7 +20,6 @@ from torch.utils.hooks import RemovableHandle
 
 from finch.base.errors import UserError
 from finch.base.extras import require_extras
-from finch.base.files import replace_text
 from finch.base.log import logger
 from finch.data.skills import skill_rows
 from finch.integrations.objective_loss import LossReader, ObjectiveLoss
@@ -46,9 +45,8 @@ require_extras("finch.integrations.transformers", "hf")
 from accelerate.utils import send_to_device
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-
-STATE_FILE = "finch_state.json"
-"""FINCH's state in each of the Trainer's checkpoint folders."""
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import has_length
 
 ANSWERS_FILE = "self_replay.safetensors"
 """The pretrained model's own answers, in the Trainer's output_dir."""
@@ -61,7 +59,7 @@ _TOLERANCE = 1e-2  # relative, of the Trainer's loss against the mean over targe
 _hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
 
-class FinchCallback(TrainerCallback):
+class FinchCallback(TrainerCallback, ExportableState):
     """Sets the learning rate of each optimizer step from that step's loss, on the Trainer's own optimizer.
 
         args = TrainingArguments(..., learning_rate=2e-5, lr_scheduler_type="constant")
@@ -74,7 +72,7 @@ class FinchCallback(TrainerCallback):
     - **Skipped updates.** A step without target tokens, or with a non-finite loss under ``on_nonfinite="skip"``, drops its gradients.
     - **Logs.** ``learning_rate`` is the one that the step was taken with, in every logger. ``ema_loss`` is in ``log_history`` and in
       what callbacks after this one see. The first step is always logged, to compare the Trainer's loss with FINCH's.
-    - **Checkpoints.** ``finch_state.json`` in each checkpoint-N; a folder without it is not resumed from.
+    - **Checkpoints.** The state is in each one's trainer_state.json; one without it is not resumed from.
     - **Ranks.** One process, DDP and FSDP2. DataParallel and DeepSpeed are refused.
 
     Args:
@@ -87,7 +85,6 @@ class FinchCallback(TrainerCallback):
         compute_loss_func: the :class:`ObjectiveLoss` that the Trainer was given, if any.
         check_loss: end the run after the first step if the Trainer's loss is not the mean over target tokens, since FINCH follows
             that mean. False for a loss that differs on purpose.
-        resume_from_checkpoint: the folder given to ``Trainer.train``, where it does not lie in ``output_dir``.
 
     Attributes:
         schedule: the :class:`finch.FinchLR`, from the start of training on.
@@ -115,7 +112,6 @@ class FinchCallback(TrainerCallback):
         max_nonfinite: int = 10,
         compute_loss_func: ObjectiveLoss | None = None,
         check_loss: bool = True,
-        resume_from_checkpoint: str | Path | None = None,
     ) -> None:
         self._init = init
         self._options: dict[str, Any] = {"eta_max": eta_max, "eta_base": eta_base, "ema": ema, "eps": eps}
@@ -124,7 +120,12 @@ class FinchCallback(TrainerCallback):
         self._check_options()
         self._objective_loss = compute_loss_func
         self._checks_loss = check_loss and compute_loss_func is None
-        self._folder = resume_from_checkpoint
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer keeps in its checkpoints, and may make the callback from again."""
+        schedule = getattr(self, "schedule", None)  # there from the start of training on
+        arguments = {**self._options, "init": self._init, "check_loss": self._checks_loss}
+        return {"args": arguments, "attributes": {"saved": schedule and schedule.state_dict()}}
 
     # The Trainer's events
 
@@ -134,7 +135,7 @@ class FinchCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         self._check_trainer(args, state, kwargs["lr_scheduler"])
         model, loader = kwargs["model"], kwargs["train_dataloader"]
-        resumed = self._read_state(args, state) if state.global_step > 0 else None
+        resumed = self._saved_state(state) if state.global_step > 0 else None
         self._step_loss, self._reader = MeanLoss(), LossReader()
         init = self._init
         if resumed is not None and init == "dataset":
@@ -195,11 +196,6 @@ class FinchCallback(TrainerCallback):
         _add_to_logs(logs, state, "ema_loss", self.schedule.ema_loss)
         if state.global_step == 1 and self._checks_loss and _reports_token_mean(args):
             self._check_loss(float(logs["loss"]), float(self._loss))
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        folder = _checkpoint_folder(args, state)
-        if args.should_save and folder.is_dir():
-            replace_text(folder / STATE_FILE, json.dumps(self.schedule.state_dict()) + "\n")
 
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         _remove_hooks(kwargs["model"])
@@ -275,24 +271,16 @@ class FinchCallback(TrainerCallback):
                 "follows the latter: leave out the custom loss, use ObjectiveLoss, or pass check_loss=False if this is on purpose"
             )
 
-    def _read_state(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
-        """FINCH's state in the folder that the Trainer has resumed from, which callbacks are not given the name of."""
-        default = _checkpoint_folder(args, state)
-        for folder in (Path(name) for name in (self._folder, args.resume_from_checkpoint, default) if name):
-            file = folder / "trainer_state.json"
-            if file.is_file() and TrainerState.load_from_json(str(file)).log_history == state.log_history:
-                break
-        else:
+    def _saved_state(self, state: TrainerState) -> dict[str, Any]:
+        """FINCH's state in the checkpoint that the Trainer has resumed from."""
+        kept: Any = state.stateful_callbacks
+        saved = kept.get(type(self).__name__)
+        if not saved or not saved["attributes"]["saved"]:
             raise UserError(
-                f"resume_from_checkpoint: {default} is not the folder resumed from; pass that folder to FinchCallback(resume_from_checkpoint=) too"
+                f"resume_from_checkpoint: the checkpoint of step {state.global_step} was saved without FinchCallback; resume from another one, or "
+                "start from its weights as a new run"
             )
-        try:
-            return dict(json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            raise UserError(
-                f"{folder} has no {STATE_FILE}: it was saved without FinchCallback; resume from another checkpoint, or start from its "
-                "weights as a new run"
-            ) from None
+        return dict(saved["attributes"]["saved"])
 
 
 class SelfReplay(TrainerCallback):
@@ -303,7 +291,7 @@ class SelfReplay(TrainerCallback):
     Before the first step the model answers prompts. Each training forward is then followed by one over this micro-batch's share of the
     step's replayed rows, and their term, strength x the mean KL over the replayed tokens of the step, joins its backward: the Trainer's own loss,
     its scaling and FINCH's loss stay the task's. The answers are in ``self_replay.safetensors`` in ``output_dir``, for a run that is resumed.
-    ``replay_kl`` is in ``log_history``. One process, DDP and FSDP2; FSDP1, DeepSpeed and fp16 are refused.
+    ``replay_kl`` is in ``log_history``. Of a data set without a length the last step of an epoch replays for the micro-batches that come. One process, DDP and FSDP2; FSDP1, DeepSpeed and fp16 are refused.
 
     Args:
         prompts: ``"self"``: the model writes them after its chat template's beginning, or whole texts from BOS without one; or a list of texts, or
@@ -338,6 +326,7 @@ class SelfReplay(TrainerCallback):
             self._prompts = [text for text, _ in _prompts_of(Path(prompts), rows)]
         self._num_rows, self._share, self._strength, self._seed = rows, share, strength, seed
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
+        self._answers: list[Answer] = []
         self._shares: list[list[Answer]] = []
         self._hook: RemovableHandle | None = None
 
@@ -356,10 +345,10 @@ class SelfReplay(TrainerCallback):
         file = Path(args.output_dir or "") / ANSWERS_FILE
         if state.global_step == 0 and tokenizer is None:
             raise UserError("SelfReplay needs the tokenizer: Trainer(processing_class=tokenizer)")
-        self._answers = _kept(file, state, lambda: self._generate(model, tokenizer))
+        self._answers = _kept(file, args, state, lambda: self._generate(model, tokenizer), self._answers)
         loader = kwargs["train_dataloader"]
         self._is_sharded = has_module(model, FSDPModule)
-        self._micro_batches = len(loader) if hasattr(loader, "__len__") else None
+        self._micro_batches = len(loader) if has_length(loader) else None
         self._remove_hook()  # left by a run that ended with an error
         self._hook = model.register_forward_hook(self._add_term)
 
@@ -369,7 +358,8 @@ class SelfReplay(TrainerCallback):
             done = state.global_step % -(-self._micro_batches // number) * number
             number = min(number, self._micro_batches - done)
         slots = number * args.world_size
-        full = args.gradient_accumulation_steps * args.world_size * args.per_device_train_batch_size
+        size = state.train_batch_size if args.auto_find_batch_size else args.per_device_train_batch_size
+        full = args.gradient_accumulation_steps * args.world_size * size
         rows = step_rows(self._answers, state.global_step, number=rows_in_step(self._share, full), seed=self._seed)
         self._shares = [rows[slot::slots] for slot in range(args.process_index, slots, args.world_size)]
         self._num_tokens, self._kl = sum(len(row.top) for row in rows), torch.zeros((), device=args.device)
@@ -385,6 +375,7 @@ class SelfReplay(TrainerCallback):
             _add_to_logs(logs, state, "replay_kl", float(self._kl))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._answers = []
         self._remove_hook()
 
     def _remove_hook(self) -> None:
@@ -485,6 +476,7 @@ class ForgettingCallback(TrainerCallback):
         self._groups = [str(skill) for _, skill in found] if any(skill is not None for _, skill in found) else []
         self._trainer, self._every_n_steps, self._budget, self._action = trainer, every_n_steps, budget, action
         self._max_new_tokens, self._top_k = max_new_tokens, top_k
+        self._answers: list[Answer] = []
         self.metrics: dict[str, float] = {}
 
     def on_train_begin(
@@ -501,7 +493,8 @@ class ForgettingCallback(TrainerCallback):
         prompts = [_prompt(tokenizer, each) for each in self._prompts]
         options = {"max_new_tokens": self._max_new_tokens, "top_k": self._top_k}
         stops = _stop_tokens(model, tokenizer)
-        self._answers = _kept(file, state, lambda: measured_answers(model, prompts, stop_tokens=stops, **options))
+        make = functools.partial(measured_answers, model, prompts, stop_tokens=stops, **options)
+        self._answers = _kept(file, args, state, make, self._answers)
         if state.global_step and [answer.tokens[: -len(answer.top)].tolist() for answer in self._answers] != prompts:
             raise UserError(f"{file} has the answers to other prompts; resume with the same prompts and rows")
         self._interval = self._every_n_steps or math.ceil(state.max_steps / 10)
@@ -519,7 +512,7 @@ class ForgettingCallback(TrainerCallback):
         if self._step != state.global_step:
             self._measure(kwargs["model"], state, control)
         interval = f" [{self.metrics['kl_low']:.4f}, {self.metrics['kl_high']:.4f}]" if "kl_low" in self.metrics else ""
-        moved = describe(self.metrics)
+        self._answers, moved = [], describe(self.metrics)
         logger.info(f"forgetting: KL {self.metrics['kl']:.4f}{interval} nats per token{moved and f'; {moved}'}")
 
     def _measure(self, model: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
@@ -617,8 +610,13 @@ def around_user_turn(tokenizer: Any) -> tuple[list[int], list[int] | None]:
     return [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id], None
 
 
-def _kept(file: Path, state: TrainerState, make: Callable[[], list[Answer]]) -> list[Answer]:
-    """The pretrained model's answers: made where the run begins, read where it is resumed."""
+def _kept(
+    file: Path, args: TrainingArguments, state: TrainerState, make: Callable[[], list[Answer]], earlier: list[Answer]
+) -> list[Answer]:
+    """The pretrained model's answers: made where the run begins, read where it is resumed, and kept where a smaller batch is tried, since the Trainer
+    goes on with the weights of then."""
+    if args.auto_find_batch_size and earlier:
+        return earlier
     if state.global_step > 0:
         if not file.is_file():
             raise UserError(
@@ -679,10 +677,6 @@ class _AddLabels:
 
 
 _CONSTANT = "FINCH is the only one to set the learning rate; pass TrainingArguments(lr_scheduler_type='constant') and no scheduler object; for warm-up TrainingArguments(warmup_steps=)"
-
-
-def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
-    return Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
 
 
 def _add_to_logs(logs: dict[str, Any], state: TrainerState, name: str, value: float | None) -> None:

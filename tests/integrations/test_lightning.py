@@ -83,6 +83,31 @@ def test_resumes_bit_for_bit(tmp_path):
         assert torch.equal(one, other)
 
 
+def test_a_callback_serves_the_next_run(tmp_path):
+    _, trainer = fit(tmp_path, callback := finch(), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    fit(tmp_path, callback, ckpt_path=tmp_path / "one.ckpt")
+    again, _ = fit(tmp_path, callback, max_epochs=1)
+    assert callback.schedule.state_dict()["num_steps"] == 6
+    assert again.rates == fit(tmp_path, finch(), max_epochs=1)[0].rates
+
+
+def test_checkpoint_before_the_first_step_and_a_batch_that_is_passed_over(tmp_path):
+    """Lightning saves one to find the largest batch; ``training_step`` may return None."""
+
+    class Passing(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+            return None if batch_idx == 2 else super().training_step(batch, batch_idx)
+
+    class Saving(pl.Callback):
+        def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            trainer.save_checkpoint(tmp_path / "early.ckpt")
+
+    fit(tmp_path, callback := finch(), Saving(), module=Passing(), max_epochs=1)
+    assert (tmp_path / "early.ckpt").is_file()
+    assert callback.schedule.state_dict()["num_steps"] == 5
+
+
 def test_checkpoint_without_finch_is_refused(tmp_path):
     _, trainer = fit(tmp_path, max_epochs=1)
     trainer.save_checkpoint(tmp_path / "one.ckpt")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import json
-import shutil
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -21,8 +20,8 @@ from trl import SFTConfig, SFTTrainer
 from finch.base import extras
 from finch.base.errors import UserError
 from finch.integrations.objective_loss import ObjectiveLoss
-from finch.integrations.self_replay import own_answers
-from finch.integrations.transformers import STATE_FILE, FinchCallback, ForgettingCallback, SelfReplay
+from finch.integrations.self_replay import answer_kl, measured_answers, own_answers, read_answers
+from finch.integrations.transformers import ANSWERS_FILE, FinchCallback, ForgettingCallback, SelfReplay
 from finch.objectives import DFT, EAFT, TALR, CrossEntropy
 
 ETA_BASE, ETA_MAX = 1e-3, 1e-2
@@ -163,27 +162,40 @@ def test_resumes_bit_for_bit(tmp_path):
         assert torch.equal(one, other)
 
 
-def test_resume_needs_the_state_file(tmp_path):
-    train(tmp_path / "run", finch(), **SAVED)
-    (tmp_path / "run" / "checkpoint-2" / STATE_FILE).unlink()
+def test_resume_needs_a_checkpoint_of_finch(tmp_path):
+    make_trainer(tmp_path / "run", **SAVED).train()
     trainer = make_trainer(tmp_path / "run", finch(), **{**SAVED, "max_steps": 4})
-    with pytest.raises(UserError, match=r"checkpoint-2 has no finch_state.json"):
+    with pytest.raises(UserError, match=r"the checkpoint of step 2 was saved without FinchCallback"):
         trainer.train(resume_from_checkpoint=True)
 
 
-def test_resume_from_another_folder(tmp_path):
-    """Callbacks are not given its name; a checkpoint of the same step in output_dir must not be taken for it."""
-    train(tmp_path / "run", callback := finch(), **SAVED)
-    shutil.move(tmp_path / "run" / "checkpoint-2", folder := tmp_path / "elsewhere")
-    train(tmp_path / "run", finch(), rows=ROWS[10:], **SAVED)
-    changes = {**SAVED, "max_steps": 3}
-    with pytest.raises(UserError, match=r"is not the folder resumed from; pass that folder"):
-        make_trainer(tmp_path / "run", finch(), **changes).train(resume_from_checkpoint=str(folder))
-    resumed = make_trainer(tmp_path / "run", finch(resume_from_checkpoint=folder), **changes)
-    state = json.loads((folder / STATE_FILE).read_text())
-    assert state["ema_loss"] == callback.schedule.ema_loss
-    resumed.train(resume_from_checkpoint=str(folder))
-    assert resumed.state.global_step == 3
+@pytest.mark.parametrize("changes", [{}, {"restore_callback_states_from_checkpoint": True}, {"logging_strategy": "no"}])
+def test_resume_takes_the_state_of_its_checkpoint(changes, tmp_path):
+    """From any folder, whatever other callbacks log, next to another run's checkpoint of the same step; the Trainer may make a new callback."""
+
+    class Noting(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            state.log_history.append({"noted": state.global_step})
+
+    def make(name: str, **options: Any) -> Trainer:
+        trainer = make_trainer(tmp_path / name, finch(check_loss=False), **{**SAVED, **changes, **options})
+        trainer.callback_handler.callbacks.insert(0, Noting())
+        return trainer
+
+    (one := make("one")).train()
+    make("other", rows=ROWS[10:]).train()
+    resumed = make("other", max_steps=3)
+    steps: list[int] = []
+
+    class Reading(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            [callback] = [each for each in resumed.callback_handler.callbacks if isinstance(each, FinchCallback)]
+            steps.append(callback.schedule.state_dict())
+
+    resumed.add_callback(Reading())
+    resumed.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-2"))
+    [schedule] = [each.schedule for each in one.callback_handler.callbacks if isinstance(each, FinchCallback)]
+    assert steps == [schedule.state_dict()]
 
 
 def test_training_twice_starts_from_the_base_rate(tmp_path):
@@ -331,6 +343,73 @@ def test_dataset_without_length_is_refused(tmp_path):
         train(tmp_path, finch(init="dataset"), rows=rows)
 
 
+def tokenizer_of_words() -> Any:
+    words = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "b": 2, "?": 3}, "?"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<s>")
+
+
+def test_a_stream_is_replayed_to(tmp_path):
+    """As the same rows in the same order with their number known."""
+    kinds = {
+        "known": datasets.Dataset.from_list(ROWS[:12]),
+        "stream": datasets.Dataset.from_list(ROWS[:12]).to_iterable_dataset(),
+    }
+    found = []
+    for name, rows in kinds.items():
+        callbacks = [finch(), SelfReplay(prompts=["a", "b"], max_new_tokens=4, share=1.0)]
+        changes = {"train_sampling_strategy": "sequential", "max_steps": 2}
+        trainer = make_trainer(tmp_path / name, *callbacks, rows=rows, **changes)
+        trainer.processing_class = trainer.callback_handler.processing_class = tokenizer_of_words()
+        trainer.train()
+        found.append([logged(trainer, key) for key in ("loss", "replay_kl")])
+    assert found[0] == found[1]
+    assert found[0][1][1] > 0
+
+
+def test_a_smaller_batch_that_is_tried_replays_the_first_models_answers(tmp_path):
+    model, batches = make_model(), []
+
+    def fail_once(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            batches.append(len(kwargs["input_ids"]))
+            if len(batches) == 3:  # of the second step
+                raise RuntimeError("CUDA out of memory.")
+
+    model.register_forward_hook(fail_once, with_kwargs=True)
+    replay = SelfReplay(prompts=["a", "b", "?"], max_new_tokens=4, share=1.0)
+    before = replay._generate(make_model(), tokenizer_of_words())
+    changes = {"auto_find_batch_size": True, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    trainer = make_trainer(tmp_path, finch(), replay, model=model, max_steps=2, **changes)
+    trainer.processing_class = trainer.callback_handler.processing_class = tokenizer_of_words()
+    trainer.train()
+    smaller = trainer._train_batch_size
+    assert smaller < 4
+    assert batches == [4, 4, 4, *[smaller] * 4]
+    kept = read_answers(tmp_path / ANSWERS_FILE)
+    assert [each.log_probs.tolist() for each in kept] == [each.log_probs.tolist() for each in before]
+
+
+def test_prompt_tuned_model_is_measured_at_its_answers():
+    """Its logits begin with those of what it puts before its input."""
+    model = make_model()
+
+    class Tuned(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.generate = model, model.generate
+
+        def forward(self, **inputs: Any) -> Any:
+            logits = self.model(**inputs).logits
+            return SimpleNamespace(logits=torch.cat([logits.new_zeros(len(logits), 3, logits.shape[2]), logits], 1))
+
+    options = {"stop_tokens": [3], "max_new_tokens": 6, "top_k": 8}
+    plain, tuned = (measured_answers(each, [[1], [5, 2]], **options) for each in (model, Tuned()))
+    assert all(torch.equal(one.log_probs, other.log_probs) for one, other in zip(plain, tuned, strict=True))
+    plain, tuned = (own_answers(each, [[1], [5, 2]], **options) for each in (model, Tuned()))
+    assert all(torch.equal(one.log_probs, other.log_probs) for one, other in zip(plain, tuned, strict=True))
+    assert answer_kl(Tuned(), plain).abs().max() < 1e-5
+
+
 def test_extra_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(extras.PACKAGES, "hf", ("no_such_package",))
     monkeypatch.delitem(sys.modules, "finch.integrations.transformers")
@@ -346,9 +425,7 @@ def test_arguments_are_checked_at_once():
 def measured(folder: Any, **options: Any) -> Trainer:
     """A Trainer with ForgettingCallback on three prompts."""
     folder.mkdir(exist_ok=True)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "b": 2, "?": 3}, "?")), eos_token="<s>"
-    )
+    tokenizer = tokenizer_of_words()
     changes = {name: options.pop(name) for name in ("max_steps", "save_strategy", "save_steps") if name in options}
     trainer = make_trainer(folder, finch(), **changes)
     trainer.processing_class = trainer.callback_handler.processing_class = options.pop("tokenizer", tokenizer)
