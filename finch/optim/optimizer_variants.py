@@ -66,6 +66,14 @@ class _Fp32States:
     def _new_buffer(self, parameter: torch.Tensor, signed: bool) -> torch.Tensor:
         return torch.zeros_like(parameter, dtype=torch.float32)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)  # type: ignore[misc]  # which casts states to the weights' dtype
+        groups: tuple[Any, ...] = (state_dict["param_groups"], self.param_groups)  # type: ignore[attr-defined]
+        saved, own = ([name for group in each for name in group["params"]] for each in groups)
+        for name, parameter in zip(saved, own, strict=True):
+            moments = {key: value for key, value in state_dict["state"].get(name, {}).items() if key != "step"}
+            self.state[parameter].update({key: value.to(parameter.device) for key, value in moments.items()})  # type: ignore[attr-defined]
+
 
 class _LocalStep:
     """Each rank updates its shards as plain tensors: for updates that are elementwise, with the same result. Outside of ``step`` parameters and

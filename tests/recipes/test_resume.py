@@ -52,6 +52,7 @@ CASES = {
     "constant, decaying": {"lr_scheduler": {"decay": 0.33}},
     "finch, decaying": {"lr_scheduler": {"_component_": "finch.FinchLR", "eta_max": 5e-3, "decay": 0.9}},
     "optimizer in the backward": {"optimizer_in_bwd": True, "clip_grad_norm": None},
+    "bf16, stochastic rounding": {"dtype": "bf16_stochastic"},
 }
 
 
