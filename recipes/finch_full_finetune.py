@@ -128,12 +128,16 @@ class FinchFullFinetune(FTRecipeInterface):
         """The training loop: epochs, steps, and what happens between them."""
         cfg, state = self.cfg, self.state
         if self.run.has_ended:
+            self.hooks.each(lambda hook: hook.after_end(self))
             return
         self.begin()
         if state.epoch >= cfg.epochs:
             name = f"epoch_{state.epoch - 1}"
+            has_folder = (
+                state.best is None or state.best["epoch"] == name or not cfg.save_best_only or cfg.save_last_epoch_only
+            )
             # The last folder may have been damaged or removed since: the checkpoint has its weights.
-            if not (self.run.is_whole(self.exported(name), self.parallel) or self.export(name)):
+            if has_folder and not (self.run.is_whole(self.exported(name), self.parallel) or self.export(name)):
                 raise self.run.no_room()
             logger.info(f"nothing to do: {cfg.epochs} epochs have ended; set epochs higher to continue")
         elif state.stop is not None:
@@ -188,7 +192,8 @@ class FinchFullFinetune(FTRecipeInterface):
         metrics = self.hooks.after_epoch(state)
         state.agree()
         name, best = f"epoch_{state.epoch}", update_best(state.best, state.select_by, f"epoch_{state.epoch}", metrics)
-        is_end = state.epoch + 1 == cfg.epochs or state.stop is not None
+        is_unfinished = state.stop is not None and not state.stop.is_finished  # a hook asks for it after an epoch
+        is_end = state.epoch + 1 == cfg.epochs or (state.stop is not None and not is_unfinished)
         is_written = is_epoch_written(cfg, state.best, best, is_end=is_end)
         is_exported = is_written and self.export(name)
         if is_exported:
@@ -202,9 +207,12 @@ class FinchFullFinetune(FTRecipeInterface):
             self.hooks.each(lambda hook: hook.after_export(state, name if is_exported else None))
         state.epoch, state.consumed = state.epoch + 1, 0
         # A run that has ended within its epoch has saved that state, from which it can go on, unless it is light.
-        is_due = is_end or state.is_save_due or not (cfg.save_last_epoch_only or cfg.save_best_only)
-        if is_due and (state.is_epoch_end or self.checkpointer.is_light):
-            self.checkpointer.save(self, wait=is_end, is_end=is_end)
+        is_due = is_end or is_unfinished or state.is_save_due or not (cfg.save_last_epoch_only or cfg.save_best_only)
+        is_saved = is_due and (state.is_epoch_end or self.checkpointer.is_light)
+        if is_saved:
+            is_saved = self.checkpointer.save(self, wait=is_end or is_unfinished, is_end=is_end)
+        if is_unfinished and state.stop is not None:
+            self.interrupted = self.run.interrupt(state.stop, state.step, is_saved=is_saved)
 
     def save_stopped(self, stop: Stop) -> None:
         """Saves the state where a hook has ended the run within an epoch, or a signal anywhere."""

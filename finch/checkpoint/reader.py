@@ -249,17 +249,23 @@ def remove_checkpoint(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def archive_newer(run: Path, folder: Path) -> None:
+def archive_newer(run: Path, folder: Path) -> bool:
     """Renames the checkpoints of ``run`` later than ``folder``, which the run resumes from, so that the next ``auto`` does not resume
-    from them."""
+    from them. Returns whether there are some."""
     checkpoints = list_checkpoints(run)
     # The user may have named the folder by a relative path or a link. One of another run has no later ones here.
     resolved = [path.resolve() for path in checkpoints]
-    if folder.resolve() in resolved:
-        for path in checkpoints[: resolved.index(folder.resolve())]:
-            archived = path.with_name(path.name + ARCHIVED)
-            shutil.rmtree(archived, ignore_errors=True)  # of an earlier resume
-            path.rename(archived)
+    newer = checkpoints[: resolved.index(folder.resolve())] if folder.resolve() in resolved else []
+    for path in newer:
+        archive(path)
+    return bool(newer)
+
+
+def archive(folder: Path) -> None:
+    """Renames a folder, so that it is no longer taken for the run's."""
+    archived = folder.with_name(folder.name + ARCHIVED)
+    shutil.rmtree(archived, ignore_errors=True)  # of an earlier resume
+    folder.rename(archived)
 
 
 def tensor_state_dict(

@@ -124,7 +124,7 @@ class Signals:
     """Records the signals of this rank.
 
     The first one ends the run after the step; a second one ends the process at once, with 128 + its number. ``before_training`` is called at
-    ``REQUEUE_SIGNALS`` before ``start``; it must be quick, the process then exits with 0.
+    ``REQUEUE_SIGNALS`` before ``start`` and after ``end``; it must be quick, the process then exits with 0.
     """
 
     def __init__(self, before_training: Callable[[], None] | None = None) -> None:
@@ -143,6 +143,12 @@ class Signals:
         """From here on a signal waits for the end of the step; Ctrl-C is handled too."""
         self._install(*REQUEUE_SIGNALS, signal.SIGINT)
         self._is_training = True
+
+    def end(self) -> None:
+        """From here on a signal ends the process at once, as before ``start``."""
+        self._is_training = False
+        if threading.current_thread() is threading.main_thread() and signal.SIGINT in self._previous_handlers:
+            signal.signal(signal.SIGINT, self._previous_handlers.pop(signal.SIGINT))
 
     def restore(self) -> None:
         for number, handler in self._previous_handlers.items():

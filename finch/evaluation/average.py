@@ -464,3 +464,10 @@ class Average(Hook):
         trainer = self._trainer
         for line in average_in(trainer.run.path, Choice(), trainer.cfg, trainer.parallel):
             logger.info(f"average: {line}")
+
+    def after_end(self, trainer: Trainer) -> None:
+        """The run may have been killed while it averaged."""
+        is_there = (trainer.run.path / run_files.AVERAGE / "model" / run_files.HF_CONFIG).is_file()
+        if not trainer.parallel.gather_all_ranks(is_there)[0]:
+            self.start(trainer)
+            self.after_training(trainer.state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -109,33 +110,24 @@ class TorchLR(HostSchedule):
         return {"ema_loss": None, "lr": self._rate(), "lr_is_capped": False}
 
     def state_dict(self) -> dict[str, Any]:
-        """The position as plain numbers, and the learning rate: some of torch's schedulers continue from the last one."""
-        state = super().state_dict()
-        if self._scheduler is not None:
-            full = self._scheduler.state_dict()
-            state.update({key: full[key] for key in ("last_epoch", "_step_count")}, last_lr=float(full["_last_lr"][0]))
-        return state
+        """The number of steps as plain JSON, and the learning rate, by which a config that has changed is noticed."""
+        return {**super().state_dict(), "last_lr": float(self._lr)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores ``state_dict``, also of an optimizer with another number of param groups (all have one learning rate)."""
+        """Restores ``state_dict``, also of an optimizer with another number of param groups (all have one learning rate). A scheduler that is new
+        takes the steps again: each has its own position, and all else is as this config builds it."""
         super().load_state_dict(state)
         if self._scheduler is not None:
-            groups = self._optimizers[0].param_groups
-            # The position alone: all else is as this config builds it, which a resumed run may have changed on purpose.
-            position = {key: state[key] for key in ("last_epoch", "_step_count")}
-            self._scheduler.load_state_dict(
-                {**self._scheduler.state_dict(), **position, "_last_lr": [state["last_lr"]] * len(groups)}
-            )
-            # Of a LambdaLR the rate follows from the step, so that a config that has changed can be noticed.
-            if isinstance(self._scheduler, LambdaLR):
-                rate = float(self._scheduler.base_lrs[0] * self._scheduler.lr_lambdas[0](state["last_epoch"]))
-                if not math.isclose(rate, state["last_lr"], rel_tol=1e-6):
-                    logger.warning(
-                        f"lr_scheduler: step {state['last_epoch'] + 1} had the rate {state['last_lr']:g} and has {rate:g} by this config, which the steps "
-                        "from here on follow; SFT of earlier versions goes on as it was with lr_scheduler.warmup_from_zero=True"
-                    )
-            # torch's load_state_dict leaves the rates in the param groups as they are.
-            self._lr = state["last_lr"]
+            self._write(self._lr)
+            with warnings.catch_warnings(action="ignore"):  # torch's, that the optimizer has taken none
+                for _ in range(self._steps_taken - 1):
+                    self._scheduler.step()
+            self._lr = self._rate()
+            if not math.isclose(self._lr, state["last_lr"], rel_tol=1e-6):
+                logger.warning(
+                    f"lr_scheduler: step {self._steps_taken} had the rate {state['last_lr']:g} and has {self._lr:g} by this config, which the steps "
+                    "from here on follow; SFT of earlier versions goes on as it was with lr_scheduler.warmup_from_zero=True"
+                )
         self._set_lr()
 
     def _rate(self) -> float:

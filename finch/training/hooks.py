@@ -91,6 +91,9 @@ class Hook:
     def after_training(self, state: TrainState) -> None:
         """Called at the end of a run that succeeded."""
 
+    def after_end(self, trainer: Trainer) -> None:
+        """Called in place of :meth:`start` and all that follows where an earlier start has ended the run and left no weights to go on from."""
+
     def summary(self, state: TrainState) -> list[str]:
         """Lines for the end of a run."""
         return []
@@ -147,6 +150,11 @@ class Preemption(Hook):
         signals = self._signals
         if signals is not None and (signals.is_terminated or signals.is_interrupted):
             state.request_stop("a signal", is_finished=False, is_requeued=signals.is_terminated)
+
+    def after_training(self, state: TrainState) -> None:
+        """What is done now, such as an average, is done by the next start where a signal ends it."""
+        if self._signals is not None:
+            self._signals.end()
 
     def close(self) -> None:
         if self._signals is not None:

@@ -219,8 +219,10 @@ class LoadedModel:
         if self._adapter is None:
             self.base.write(self.decoder.state_dict().items(), folder, **options)
             return
-        self._adapter.write(self.decoder, folder.with_name(f"{folder.name}{_ADAPTER}"), **options)
-        if not self._cfg.save_adapter_weights_only:
-            adapters = lora.adapter_parameters(self.decoder)
-            like = {key: tensor for key, tensor in self.decoder.state_dict().items() if key not in adapters}
-            self.base.write(lora.merged(self.decoder, dtype), folder, **options, like=like)
+        try:
+            self._adapter.write(self.decoder, folder.with_name(f"{folder.name}{_ADAPTER}"), **options)
+        finally:  # where the disk of the one rank that writes is full as well: the others send it their shards
+            if not self._cfg.save_adapter_weights_only:
+                adapters = lora.adapter_parameters(self.decoder)
+                like = {key: tensor for key, tensor in self.decoder.state_dict().items() if key not in adapters}
+                self.base.write(lora.merged(self.decoder, dtype), folder, **options, like=like)

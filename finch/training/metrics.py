@@ -159,7 +159,10 @@ class MetricsLog:
         """How many lines the file has on the writer, once everything pending is written and on the disk."""
         self.flush()
         if self._file is not None:
-            os.fsync(self._file.fileno())
+            with contextlib.suppress(
+                OSError
+            ):  # a full disk behind a network: a start after a crash of the machine has fewer lines
+                os.fsync(self._file.fileno())
         return self._lines
 
     def _write(self, *lines: Mapping[str, Any]) -> None:

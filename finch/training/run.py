@@ -127,7 +127,7 @@ class Run:
             logger.info(f"resumed from step {self.scalars['step']} of {folder}")
             best = self.scalars["best"]
             # A kill may have come after a better one has replaced it: that one is found once more.
-            if best is not None and not any(path.is_dir() for path in self.path.glob(f"{best['epoch']}*")):
+            if best is not None and self._folder_of(best["epoch"]) is None:
                 self.scalars["best"] = None
 
     @property
@@ -202,12 +202,25 @@ class Run:
         with self._os_error_as_user_error():
             if self._replace:
                 self._remove_old_run()
-            if self.resumed_from is not None:
-                checkpoint.archive_newer(self.path, self.resumed_from)
+            if self.resumed_from is not None and checkpoint.archive_newer(self.path, self.resumed_from):
+                self._archive_epochs(self.scalars["epoch"])
             with files.atomic_file(self.path / run_files.CONFIG) as partial:
                 OmegaConf.save(config, partial)
         # A link there, or what a kill has left, is replaced.
         status.follow(self.path / run_files.STATUS)
+
+    def _folder_of(self, epoch: str) -> str | None:
+        """The folder of an epoch's model, or of its adapter, by its name; None: there is none."""
+        return next((name for name in (epoch, f"{epoch}_adapter") if (self.path / name).is_dir()), None)
+
+    def _archive_epochs(self, first: int) -> None:
+        """Renames the models of steps that the run takes again: they are not what it ends with, should it end before."""
+        for (epoch, _), path in run_files.epoch_folders(self.path).items():
+            if epoch >= first:
+                checkpoint.archive(path)
+        best = self.scalars["best"]
+        if best is not None and (name := self._folder_of(best["epoch"])) is not None:
+            self.link(run_files.BEST, name)
 
     def mark_requeue(self) -> None:
         """Creates REQUEUE: the run is not finished and should be started again."""
@@ -231,8 +244,12 @@ class Run:
         steps that were exported for it before, and for ``best`` with ``save_best_only`` those of epochs, unless another link leads there."""
         if not self.is_writer:
             return
-        with files.atomic_file(self.path / link) as partial:
-            partial.symlink_to(name)
+        try:
+            with files.atomic_file(self.path / link) as partial:
+                partial.symlink_to(name)
+        except OSError as error:
+            logger.warning(f"{self.path / link} could not be set to {name} ({error.strerror}) and stays as it is")
+            return
         # LoRA writes two folders for one step, a model and its adapter: both stay.
         links = [self.path / each for each in (run_files.BEST, run_files.WITHIN_BUDGET)]
         kept = {each.readlink().name.removesuffix("_adapter") for each in links if each.is_symlink()}

@@ -2,12 +2,15 @@
 
 import json
 import math
+import os
 import shutil
+import signal
+import sys
 
 import pytest
 import torch
 from helpers.causal_lm import mean_loss
-from helpers.runs import LORA, LORA_MODEL, finished, run_ranks
+from helpers.runs import LORA, LORA_MODEL, finished, run_here, run_ranks
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torchtune.config import instantiate
@@ -157,6 +160,29 @@ def test_adapters_average_as_their_merged_model(tiny, tmp_path, monkeypatch):
     again = load_file(run / "average" / "model" / "model.safetensors")
     for name, tensor in model.items():
         torch.testing.assert_close(again[name], tensor, rtol=0, atol=1e-6)
+
+
+def test_an_average_that_was_killed_is_made_by_the_next_start(tiny, rows_file, tmp_path, monkeypatch):
+    """The run had ended, and left no state to go on from; a signal while it averages leaves the mark to start it again."""
+    own = {"kind": "self", "data_files": str(rows_file), "rows": 5, "max_new_tokens": 6}
+    config = tiny(is_validated=True, epochs=1, average="auto", probes={"own": own}, save_best_only=True)
+
+    def killed(*_):
+        with pytest.raises(SystemExit, match=r"^0$"):
+            signal.getsignal(signal.SIGTERM)(signal.SIGTERM, None)
+        assert (tmp_path / "run" / "REQUEUE").exists()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "_exit", sys.exit)
+        patch.setattr("finch.evaluation.average.average_in", killed)
+        assert run_here(tmp_path, config).returncode == 130
+    assert not (tmp_path / "run" / "average").exists()
+    again = run_here(tmp_path, config, "resume_from_checkpoint=auto")
+    assert "1 epochs have ended; it has left no weights" in again.output
+    assert "average: alpha " in again.output
+    assert (again.folder / "average" / "model" / "model.safetensors").is_file()
+    assert "average: alpha " not in run_here(tmp_path, config, "resume_from_checkpoint=auto").output
 
 
 def test_auto_averages_at_the_end_on_the_runs_ranks(tiny, rows_file, tmp_path):

@@ -4,7 +4,14 @@ import json
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    LambdaLR,
+    LinearLR,
+    SequentialLR,
+    StepLR,
+)
 
 from finch.optim.torch_lr import TorchLR, cosine_with_warmup
 
@@ -12,6 +19,10 @@ SCHEDULERS = {
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=7),  # continues from the learning rate before
     "step": lambda optimizer: StepLR(optimizer, step_size=3),
+    "restarts": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, T_0=3),
+    "sequence": lambda optimizer: SequentialLR(
+        optimizer, [LinearLR(optimizer, total_iters=2), StepLR(optimizer, step_size=2)], milestones=[2]
+    ),
     "constant": lambda optimizer: None,
 }
 

@@ -146,6 +146,30 @@ def test_a_finished_run_writes_its_last_epoch_again_where_it_is_not_whole(config
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
 
 
+def test_a_finished_run_that_keeps_its_best_epoch_writes_no_other(config, tmp_path, monkeypatch):
+    losses = iter((3.0, 1.0, 2.0))
+    monkeypatch.setattr("finch.training.hooks.dataset_loss", lambda *_: next(losses))
+    config = config(epochs=2, is_validated=True, save_best_only=True, checkpoint={"every_n_steps": 20})
+    run = finished(tmp_path, config)
+    again = finished(tmp_path, config, "resume_from_checkpoint=True")
+    assert "nothing to do: 2 epochs have ended" in again.output
+    assert [path.name for path in run.folder.glob("epoch_*")] == ["epoch_0"]
+
+
+def test_models_of_steps_that_are_taken_again_are_not_the_runs(config, tmp_path):
+    config = config(epochs=2, is_validated=True, checkpoint={"every_n_steps": 4, "keep_last": 9})
+    run = finished(tmp_path, config)
+    assert (run.folder / "best").readlink().name == "epoch_1"
+    step = f"resume_from_checkpoint={run.folder}/checkpoints/step_4"
+    back = finished(tmp_path, config, step, "epochs=1")
+    assert sorted(path.name for path in back.folder.glob("epoch_*")) == [
+        "epoch_0",
+        "epoch_0.left",
+        "epoch_1.left",
+    ]
+    assert run_files.chosen_model(back.folder).resolve().name == "epoch_0"
+
+
 def test_resume_removes_metrics_of_lost_steps(config, trained, tmp_path, monkeypatch):
     """Lines written after the save, of the saved step too, and a line cut off by the kill."""
     config = config()

@@ -31,8 +31,8 @@ import torch
 from finch.training.hooks import Hook
 
 class Recorder(Hook):
-    def __init__(self, stop_at=None, save_at=None, rank=1):
-        self.stop_at, self.save_at, self.is_asking = stop_at, save_at, os.environ.get("RANK", "0") == str(rank)
+    def __init__(self, stop_at=None, save_at=None, rank=1, pause_at=None):
+        self.stop_at, self.save_at, self.pause_at, self.is_asking = stop_at, save_at, pause_at, os.environ.get("RANK", "0") == str(rank)
         self.calls = []
 
     def needs_pretrained(self, trainer): self.calls.append("needs_pretrained"); return False
@@ -48,7 +48,11 @@ class Recorder(Hook):
             state.request_stop("enough")
         return {"twice_the_step": 2 * state.step}
 
-    def after_epoch(self, state): self.calls.append("after_epoch")
+    def after_epoch(self, state):
+        self.calls.append("after_epoch")
+        if self.is_asking and state.epoch == self.pause_at:
+            state.request_stop("a pause", is_finished=False, is_requeued=True)
+
     def after_export(self, state, name): self.calls.append(f"after_export {name}")
     def may_save(self, state): self.calls.append("may_save"); return state.step != 7
     def after_training(self, state): self.calls.append("after_training")
@@ -160,6 +164,17 @@ def test_stop_within_an_epoch_saves_its_model_and_says_why(folder, base_folder, 
     short = run_here(tmp_path / "b", {**config, "output_dir": str(tmp_path / "b")}, "epochs=1", "max_steps_per_epoch=4")
     assert_same_weights(run.folder / "best", short.folder / "epoch_0")
     assert run.metrics(validation=True) == short.metrics(validation=True)
+    assert_same_run(run_here(tmp_path / "a", config, "resume_from_checkpoint=True"), trained(config))
+
+
+def test_a_pause_after_an_epoch_goes_on(folder, base_folder, rows_file, tmp_path, trained):
+    config = validated(make_config(base_folder, rows_file, tmp_path / "run", epochs=2, save_best_only=True))
+    paused = run_here(tmp_path / "a", {**config, "hooks": recorder(pause_at=0, rank=0)})
+    assert (paused.folder / "REQUEUE").is_file()
+    assert (
+        "stopped by a pause after step 11; the same command with resume_from_checkpoint=True continues" in paused.output
+    )
+    assert len(paused.column("loss")) == 11
     assert_same_run(run_here(tmp_path / "a", config, "resume_from_checkpoint=True"), trained(config))
 
 
