@@ -5,10 +5,13 @@ import os
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from helpers.runs import assert_same_run, run_here, tune_run
+from helpers.runs import LORA, LORA_MODEL, assert_same_run, run_here, tune_run
 
+from finch.base.errors import WriteFailed
+from finch.models import lora
 from finch.training.run import RunLock
 from finch.weights.huggingface import HuggingFaceFolder
+from finch.weights.peft import PeftFolder
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +67,25 @@ def test_full_disk_at_an_export_continues_or_fails_at_the_end(epoch, tmp_path, t
         resumed = run_here(tmp_path / "r", config, "resume_from_checkpoint=auto")
         assert "resumed from step 22 of" in resumed.output
         assert_same_run(resumed, uninterrupted)
+
+
+def test_full_disk_at_an_adapter_keeps_no_rank_waiting(tmp_path, tiny, monkeypatch):
+    """The merged model is gathered on every rank all the same, as those do that write nothing."""
+    write, gathered = PeftFolder.write, []
+
+    def fails_once(*args, **kwargs):
+        if not gathered:
+            raise WriteFailed("No space left on device")
+        write(*args, **kwargs)
+
+    merged = lora.merged
+    monkeypatch.setattr(PeftFolder, "write", fails_once)
+    monkeypatch.setattr("finch.training.loaded_model.lora.merged", lambda *args: gathered.append(1) or merged(*args))
+    run = run_here(tmp_path, tiny(epochs=2, model=LORA_MODEL), recipe=LORA)
+    assert run.returncode == 0, run.output
+    assert "epoch_0 could not be written (No space left on device)" in run.output
+    assert len(gathered) == 2
+    assert (run.folder / "epoch_1_adapter").is_dir()
 
 
 def test_unwritable_output_dir_fails_early(tiny, tmp_path, monkeypatch):
