@@ -188,6 +188,8 @@ def read_batches(file: Path, source: str) -> Iterator[pyarrow.RecordBatch]:
             content.seek(0)
             batches = pyarrow.ipc.open_stream(content)
             schema = batches.schema
+        if twice := next((name for name in schema.names if schema.names.count(name) > 1), None):
+            raise UserError(f"data_files={file} has the column {twice!r} twice; rename one of them")
         # The cache takes the schema from the first batch, which a file without rows does not have.
         yield pyarrow.RecordBatch.from_pylist([], schema)
         before = 0

@@ -89,6 +89,12 @@ def test_categories_are_their_texts(tmp_path):
     assert read[2400] == {"color": colors[2400], "n": 2400}
 
 
+def test_a_column_of_two_is_named(tmp_path):
+    parquet.write_table(pyarrow.table([["a"], ["b"]], names=["n", "n"]), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet has the column 'n' twice; rename one of them"):
+        read_table([tmp_path / "a.parquet"], "parquet")
+
+
 def test_parts_and_splits_are_those_of_datasets(put):
     rows = [{"n": number} for number in range(57)]
     files = [put("a.jsonl", lines(rows[:20])), put("b.jsonl", lines(rows[20:]))]
