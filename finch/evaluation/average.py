@@ -87,16 +87,26 @@ class Front:
     ) -> None:
         self._file, self._fingerprint, self._evaluate, self._group = file, fingerprint, evaluate, group
         saved = json.loads(file.read_text()) if group.is_rank_zero and file.is_file() else {}
-        kept = saved.get("points", []) if saved.get("fingerprint") == fingerprint else []
-        self.points = {point[0]: Point(*point) for point in group.gather_all_ranks(kept)[0]}
+        kept = saved if saved.get("fingerprint") == fingerprint else {}
+        kept = group.gather_all_ranks(kept)[0]
+        self.points = {point[0]: Point(*point) for point in kept.get("points", [])}
+        self._num_evaluated: dict[str, int] = kept.get(
+            "evaluations", {}
+        )  # of each choice, which may be one after another's
+        self._choice = ""
+
+    def begin(self, choice: Choice) -> None:
+        self._choice = repr(choice)
 
     def at(self, alpha: float) -> Point:
         """A collective."""
         if alpha not in self.points:
+            self._num_evaluated[self._choice] = self._num_evaluated.get(self._choice, 0) + 1
             self.points[alpha] = point = Point(alpha, *self._evaluate(alpha))
             logger.info(f"alpha {alpha:g}: {point.learned:.4f} on the task, forgotten {point.forgotten:.4f}")
             if self._group.is_rank_zero:
-                content = {"fingerprint": self._fingerprint, "points": [list(vars(each).values()) for each in self]}
+                points = [list(vars(each).values()) for each in self]
+                content = {"fingerprint": self._fingerprint, "points": points, "evaluations": self._num_evaluated}
                 files.replace_text(self._file, json.dumps(content) + "\n")
         return self.points[alpha]
 
@@ -119,12 +129,13 @@ class Front:
 
     @property
     def is_open(self) -> bool:
-        """Whether one more evaluation is allowed."""
-        return len(self.points) < MAX_EVALUATIONS
+        """Whether the choice has one more evaluation."""
+        return self._num_evaluated.get(self._choice, 0) < MAX_EVALUATIONS
 
 
 def choose(front: Front, choice: Choice) -> Point:
-    """The point that ``choice`` asks for, after at most MAX_EVALUATIONS evaluations, 0 and 1 among them; a collective."""
+    """The point that ``choice`` asks for, after at most MAX_EVALUATIONS evaluations, 0 and 1 among them, besides those of other choices; a collective."""
+    front.begin(choice)
     front.at(0), front.at(1)
     if choice.alpha is not None:
         return front.at(choice.alpha)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 from finch.base.errors import UserError
 from finch.config.instantiate import did_you_mean
+from finch.evaluation.loading import SHORT, hash_values
 from finch.evaluation.results import NEW, OLD, Sample
 from finch.evaluation.tasks.task import Records, Task
 
 CUSTOM = "custom"
 """The suite of such tasks."""
 _HEADLINES = ("acc_norm", "acc", "exact_match")
+_NUM_SHOWN = 8
+"""Documents by which a changed task is noticed."""
 
 
 def check_name(name: str, manager: Any) -> None:
@@ -53,13 +58,23 @@ def custom_task(name: str, manager: Any, *, is_new: bool, has_chat_template: boo
         suite=CUSTOM,
         role=NEW if is_new else OLD,
         metric=metric,
-        measure=f"{name} of lm-eval, {metric}",
+        measure=f"{name} of lm-eval ({_digest(parts)}), {metric}",
         lm_eval_names=tuple(parts),
         read_samples=lambda records: _samples(records, metric),
         uses_chat_template=has_chat_template and first.OUTPUT_TYPE == "generate_until",
         is_higher_better=bool(options.get("higher_is_better", True)),
         shots=first.config.num_fewshot or 0,
     )
+
+
+def _digest(parts: Mapping[str, Any]) -> str:
+    """Of the first prompts and answers: a task's file may change, and its rows."""
+    shown = [
+        [str(part.doc_to_text(document)), str(part.doc_to_target(document))]
+        for part in parts.values()
+        for document in itertools.islice(part.eval_docs, _NUM_SHOWN)
+    ]
+    return hash_values(shown)[:SHORT]
 
 
 def _samples(records: Records, metric: str) -> list[Sample]:

@@ -10,7 +10,7 @@ import contextlib
 import importlib.metadata
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +140,15 @@ class Evaluation:
             if done is None and path.exists():
                 logger.info(f"{path} is {self._difference(target, read_result(path))} and will be replaced")
             reused = [task.name for task in tasks if done is not None and self._is_done(task, target, done)]
-            if reused:
+            if done is not None and reused:
                 logger.info(f"{path} is reused: {', '.join(reused)}")
+                # What a score is compared with, and what it stands for, may be others by now.
+                results = {
+                    task.name: replace(done.tasks[task.name], role=task.role) for task in tasks if task.name in reused
+                }
+                renewed = replace(done, base=self._base(target, suite), tasks={**done.tasks, **results})
+                if renewed != done:
+                    write_result(self._place(target), renewed, {})
             for name in reused:
                 self._remove_answers(target, suite, name)
             missing += [task.name for task in tasks if task.name not in reused]
@@ -210,6 +217,12 @@ class Evaluation:
         """The folder of a model's results, to write there."""
         return target.folder.place(target.output, self._options.out, trust=self._options.trust)
 
+    def _base(self, target: Target, suite: str) -> str | None:
+        """The pretrained model's result, relative to the target's; None of that model itself."""
+        if target.folder.option == "--base":
+            return None
+        return os.path.relpath(self.targets[0].output / f"{suite}.json", target.output)
+
     def _write(self, target: Target, task: Task, definition: str, samples: list[dict[str, Any]]) -> None:
         result = TaskResult(
             role=task.role,
@@ -221,16 +234,13 @@ class Evaluation:
             is_higher_better=task.is_higher_better,
             others=task.others(samples),
         )
-        path = target.output / f"{task.suite}.json"
         earlier = self._usable(target, task.suite)
-        is_base = target.folder.option == "--base"
-        base = None if is_base else os.path.relpath(self.targets[0].output / path.name, target.output)
         suite = SuiteResult(
             suite=task.suite,
             model=str(target.folder.path.resolve()),
             weights=target.weights,
-            is_base=is_base,
-            base=base,
+            is_base=target.folder.option == "--base",
+            base=self._base(target, task.suite),
             settings=self.settings,
             versions={"finch": finch.__version__, **{name: importlib.metadata.version(name) for name in _PACKAGES}},
             tasks={**({} if earlier is None else earlier.tasks), task.name: result},

@@ -32,7 +32,16 @@ from finch.data.prompts import Sample, plain, prompt_turns, tokenize_prompts
 from finch.data.skills import skill_rows
 from finch.evaluation.loading import SHORT, hash_values, hash_weights, load_model
 from finch.evaluation.model_folders import ModelFolder
-from finch.evaluation.results import NATS, OLD, SuiteResult, TaskResult, read_result, read_samples, write_result
+from finch.evaluation.results import (
+    NATS,
+    OLD,
+    SuiteResult,
+    TaskResult,
+    base_path,
+    read_result,
+    read_samples,
+    write_result,
+)
 from finch.evaluation.skill_changes import SUITE
 from finch.evaluation.tasks.task import mean, scored
 from finch.integrations.self_replay import (
@@ -126,7 +135,8 @@ def measure(
         folder.output(out, hash_values(digest, settings)[:SHORT])
         for folder, digest in zip(folders, weights, strict=True)
     ]
-    missing = [not _is_done(output, digest, settings) for output, digest in zip(outputs, weights, strict=True)]
+    bases = [None, *(outputs[0] / f"{SUITE}.json" for _ in tuned)]
+    missing = [not _is_done(*each, settings) for each in zip(outputs, weights, bases, strict=True)]
     answers_file = outputs[0] / ANSWERS
     if any(missing) and not answers_file.is_file():
         missing[0] = True
@@ -170,12 +180,14 @@ def measure(
     return outputs[1:]
 
 
-def _is_done(output: Path, weights: str, settings: dict[str, Any]) -> bool:
+def _is_done(output: Path, weights: str, base: Path | None, settings: dict[str, Any]) -> bool:
+    """Whether there are numbers of the model, by the same base's answers."""
     path = output / f"{SUITE}.json"
     if not path.exists():
         return False
-    result = read_result(path)
-    return (result.weights, result.settings) == (weights, settings)
+    result, found = read_result(path), None if base is None else Path(os.path.abspath(base))
+    earlier = base_path(path.absolute(), result)
+    return (result.weights, result.settings, earlier) == (weights, settings, found)
 
 
 def _answers(model: Any, rows: SkillRows) -> Iterator[Answer]:

@@ -1,5 +1,6 @@
 """lm-eval's other tasks: which metric is the headline, and what cannot be compared."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,10 @@ class Manager:
     def __init__(self, *metrics, kind="multiple_choice", parts=("arc_easy",)):
         listed = [{"metric": metric, "higher_is_better": True} for metric in metrics]
         config = SimpleNamespace(metric_list=listed, num_fewshot=5)
-        self._parts = {name: SimpleNamespace(config=config, OUTPUT_TYPE=kind) for name in parts}
+        self.prompts = [f"{name}?" for name in "abcdefghij"]
+        texts = {"doc_to_text": self.prompts.__getitem__, "doc_to_target": lambda number: number % 4}
+        part = SimpleNamespace(config=config, OUTPUT_TYPE=kind, eval_docs=range(10), **texts)
+        self._parts = dict.fromkeys(parts, part)
         self.task_index = {"arc_easy": None}
 
     def load(self, _):
@@ -30,7 +34,12 @@ def record(number, **metrics):
 def test_headline_is_the_normalized_accuracy():
     task = custom_task("arc_easy", Manager("acc", "acc_norm"), is_new=True, has_chat_template=True)
     assert (task.metric, task.role, task.suite) == ("acc_norm", NEW, "custom")
-    assert task.definition(True) == "arc_easy of lm-eval, acc_norm; 5-shot; no chat template"
+    assert re.fullmatch(
+        r"arc_easy of lm-eval \([0-9a-f]{12}\), acc_norm; 5-shot; no chat template", task.definition(True)
+    )
+    other = Manager("acc", "acc_norm")
+    other.prompts[3] = "D?"
+    assert custom_task("arc_easy", other, is_new=True, has_chat_template=True).measure != task.measure
     samples = task.samples({"arc_easy": [record(1, acc=1, acc_norm=0.0), record(0, acc=0, acc_norm=1.0)]})
     found = [(sample["doc_id"], sample["score"], sample["responses"]) for sample in samples]
     assert found == [(0, 1.0, [-1.5]), (1, 0.0, [-1.5])]

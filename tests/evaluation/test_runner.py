@@ -224,8 +224,11 @@ def test_users_own_task_is_evaluated(evaluate, tmp_path):
         "doc_to_text: '{{text}}'\ndoc_to_choice: '{{options}}'\ndoc_to_target: right\n"
         "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
     )
-    evaluate("--include-path", tmp_path, "--new-task", "animals", suite="", tasks="animals")
+    own = ("--include-path", tmp_path)
+    evaluate(*own, suite="", tasks="animals")
+    printed = evaluate(*own, "--new-task", "animals", suite="", tasks="animals")
+    assert "is reused: animals" in printed  # in its new role
     result = read_result(only(tmp_path, "out/base-*/custom.json"))
     task = result.tasks["animals"]
     assert (task.role, task.metric, task.n) == ("new", "acc", 6)
-    assert task.definition == "animals of lm-eval, acc; 0-shot; no chat template"
+    assert re.fullmatch(r"animals of lm-eval \([0-9a-f]{12}\), acc; 0-shot; no chat template", task.definition)

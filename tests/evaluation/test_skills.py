@@ -109,6 +109,12 @@ def test_a_model_has_not_moved_from_itself_and_results_are_reused(folders, tmp_p
     shutil.rmtree(next((tmp_path / "out").glob("tuned-*")))
     assert measure(base, tuned, out=tmp_path / "out") == both[1:]
     assert loaded == [tuned, base, tuned]
+    # A run's results lie in its folder, whatever it is compared with.
+    run = tmp_path / "run"
+    shutil.copytree(tuned, run / "epoch_0")
+    (run / "config.yaml").write_text("seed: 0\n")
+    moved = [measure(each, run, out=tmp_path / "out")[0][0].kl for each in (base, tuned)]
+    assert moved[0] > moved[1] == 0
 
 
 def test_another_tokenizers_model_is_compared_by_text(folders, tmp_path):
