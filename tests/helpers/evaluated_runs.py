@@ -121,7 +121,9 @@ def write_suite(
         results[name] = TaskResult(role, metric, f"{name}: {definition}", mean, len(scores), file, **more)
     path = None if base is None else f"{base}/{suite}.json"
     settings = {"dtype": "float32", "limit": None, "data": "hub", **(settings or {})}
-    result = SuiteResult(suite, str(folder), weights, base is None, path, settings, VERSIONS, results)
+    best = folder.parent / "best"
+    model = best.resolve() if best.is_symlink() else folder
+    result = SuiteResult(suite, str(model), weights, base is None, path, settings, VERSIONS, results)
     write_result(folder, result, {name: samples for name, (_, _, samples, _) in tasks.items()})
 
 

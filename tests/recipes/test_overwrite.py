@@ -76,6 +76,8 @@ def test_nothing_of_the_old_run_is_left(tmp_path, config, old_run):
     (old_run / run_files.LOGS / "wandb" / "old").write_text("")
     (old_run / run_files.REQUEUE).touch()
     (old_run / run_files.REFERENCE_LOSSES).touch()
+    (old_run / run_files.EVALUATION).mkdir()
+    (old_run / run_files.EVALUATION / "forgetting.json").touch()
     (old_run / "notes.txt").touch()
     new = finished(tmp_path, config, OVERWRITE, "epochs=1", "~dataset_validation", "~metric_logger.filename")
     (log,) = (old_run / run_files.LOGS).iterdir()

@@ -96,21 +96,33 @@ class TradeOff:
 
 
 def group_settings(comparison: Comparison) -> list[Setting]:
-    """In the order of the runs. Runs with the same values and the same seed differ in something else: each is a separate setting."""
-    groups: dict[Hashable, list[int]] = {}
+    """In the order of the runs. Runs with the same values and the same seed differ in something else: each is a separate setting. So are those whose
+    configs train otherwise, which their values then say."""
+    groups: dict[tuple[tuple[tuple[str, str], ...], int], list[int]] = {}
+    others: dict[Hashable, list[dict[str, Any]]] = {}
     for number, run in enumerate(comparison.runs):
-        values = _without_seed(run.values)
-        groups.setdefault(tuple(sorted((key, str(value)) for key, value in values.items())), []).append(number)
+        same = tuple(sorted((key, str(value)) for key, value in _without_seed(run.values).items()))
+        trained_by = others.setdefault(same, [])
+        if run.trained_by not in trained_by:
+            trained_by.append(run.trained_by)
+        groups.setdefault((same, trained_by.index(run.trained_by)), []).append(number)
     settings = []
-    for numbers in groups.values():
+    for (same, _), numbers in groups.items():
         runs = [comparison.runs[number] for number in numbers]
         values = {key: value for key, value in _without_seed(runs[0].values).items() if key not in (METHOD, LABEL)}
+        values |= _differing(runs[0].trained_by, others[same])
         if len({run.seed for run in runs}) == len(runs):
             settings.append(Setting(runs[0].method, values, numbers))
         else:
             for number, run in zip(numbers, runs, strict=True):
                 settings.append(Setting(run.method, {**values, FOLDER: run.folder.name}, [number]))
     return settings
+
+
+def _differing(trained_by: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The keys of a config in which some differ."""
+    keys = sorted({key for each in others for key in each})
+    return {key: trained_by.get(key) for key in keys if any(each.get(key) != others[0].get(key) for each in others)}
 
 
 def _without_seed(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -180,10 +180,12 @@ def _outcomes_of_run(run: Run, measures: Sequence[Measure], bases: _Bases) -> di
 
 
 def _probe_outcome(run: Run, measure: Measure) -> Outcome | None:
-    """At the best epoch's end; without one, at the last evaluation."""
+    """At the best epoch's end, or the last one up to the step of the best model; without either, at the last evaluation."""
     key = measure.key
     lines = [line for line in run.metrics if line.get(key) is not None]
     later = [line for line in lines if line["step"] > 0]
+    if run.best_step is not None:
+        later = [line for line in later if line["step"] <= run.best_step] or later
     chosen = [line for line in later if run.best_epoch is not None and line.get("epoch") == run.best_epoch] or later
     if not chosen:
         return None

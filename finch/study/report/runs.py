@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,12 @@ from finch.evaluation.results import SuiteResult, read_as, read_results
 from finch.study.sweep.grid import LABEL, LR, METHOD, SEED
 
 BATCH_SIZE = "batch_size"
+_MODEL = re.compile(r"(?P<kind>epoch|\w+_step)_(?P<number>\d+)(_adapter)?")
+_TRAINED_BY = (
+    *("epochs", "max_steps_per_epoch", "optimizer", "lr_scheduler", "clip_grad_norm", "dtype"),
+    *("loss", "regularizer", "kl_penalty", "self_replay"),
+)
+"""Keys of a config by which runs of other seeds are other settings. Not the rows: those of a seed may be its own."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class Run:
         task: a sweep's name of what is learned, such as ``knowledge``.
         status: a sweep's; None for a single run.
         best_epoch: from 0, the epoch that RUN/best links; None without validation, or before the first epoch has ended.
+        best_step: of a model within an epoch, as early stopping and a forgetting budget keep it.
     """
 
     folder: Path
@@ -82,6 +90,17 @@ class Run:
     task: str | None = None
     status: str | None = None
     best_epoch: int | None = None
+    best_step: int | None = None
+
+    @property
+    def trained_by(self) -> dict[str, Any]:
+        """What else its config trains by than ``values`` say: runs that are averaged have it in common."""
+        found = {key: self.config.get(key) for key in _TRAINED_BY if key in self.config}
+        own = {"optimizer": ("lr",), "lr_scheduler": ("log",), "self_replay": ("cache",)}
+        for key, names in own.items():
+            if isinstance(block := found.get(key), dict):
+                found[key] = {name: value for name, value in block.items() if name not in names}
+        return found
 
     @property
     def num_rows(self) -> int | None:
@@ -196,6 +215,7 @@ def read_run(folder: Path) -> Run:
             f"{folder} has a value that is none ({error}); restore its config.yaml and cell.json, or leave the run out"
         ) from error
     metrics = folder / run_files.METRICS
+    best = _chosen(folder)
     return Run(
         folder=folder,
         values=values,
@@ -204,7 +224,8 @@ def read_run(folder: Path) -> Run:
         results=read_results(folder / run_files.EVALUATION),
         task=cell.get("task"),
         status=cell.get("status"),
-        best_epoch=_best_epoch(folder),
+        best_epoch=int(best["number"]) if best and best["kind"] == "epoch" else None,
+        best_step=int(best["number"]) if best and best["kind"] != "epoch" else None,
     )
 
 
@@ -212,7 +233,8 @@ def method_of_config(config: Mapping[str, Any]) -> str:
     """The name of the method whose blocks a config has, such as ``finch+talr``; ``sft`` without any of another method."""
 
     def has(key: str, block: Any) -> bool:
-        return config.get(key) is not None and component_of(config[key]) == component_of(block)
+        value = config.get(key)
+        return (value is None) == (block is None) and component_of(value) == component_of(block)
 
     names = []
     for name, method in METHODS.items():
@@ -264,9 +286,7 @@ def _read(path: Path, kind: type) -> dict[str, Any]:
     return content
 
 
-def _best_epoch(folder: Path) -> int | None:
-    best = folder / run_files.BEST
-    if not best.is_symlink():
-        return None
-    number = best.readlink().name.removeprefix("epoch_").partition("_")[0]
-    return int(number) if number.isdigit() else None
+def _chosen(folder: Path) -> re.Match[str] | None:
+    """What the link to the run's model says of it: an epoch's, or a step's."""
+    model = run_files.chosen_model(folder)
+    return re.fullmatch(_MODEL, model.readlink().name) if model is not None and model.is_symlink() else None

@@ -167,6 +167,17 @@ def _unfinished_note(comparison: Comparison) -> Iterator[str]:
         yield f"{number_left} of {len(comparison.runs)} runs have not ended their last epoch; their numbers are the current ones."
 
 
+def _other_models_note(comparison: Comparison) -> Iterator[str]:
+    names = []
+    for run in comparison.runs:
+        model = run_files.chosen_model(run.folder)
+        measured = {Path(result.model).name for result in run.results.values()}
+        if model is not None and measured - {model.resolve().name}:
+            names.append(run.folder.name)
+    if names:
+        yield f"{join(names)}: evaluated was a model that the run has replaced since; evaluate again."
+
+
 def _small_lr_note(comparison: Comparison) -> Iterator[str]:
     is_there = any(run.method == SMALL_LR for run in comparison.runs)
     if is_there and any(not measure.is_probe for measure in comparison.old):
@@ -237,6 +248,7 @@ def _evaluations_notes(comparison: Comparison) -> Iterator[str]:
 _NOTES = (
     _old_tasks_note,
     _unfinished_note,
+    _other_models_note,
     _small_lr_note,
     _chance_notes,
     _few_documents_note,

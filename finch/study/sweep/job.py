@@ -115,7 +115,7 @@ class Job:
     def _is_scored(self, epoch: Path) -> bool:
         suite = str(self.select_by)
         path = _result_path(self.cell.folder, suite, epoch.name)
-        return _is_result(path, set(SUITES[suite]), self.evaluation.limit, _written(epoch))
+        return _is_result(path, set(SUITES[suite]), self.evaluation, _written(epoch))
 
     def is_trained(self) -> bool:
         run = self.cell.folder
@@ -229,9 +229,9 @@ def is_trained(run: Path, cfg: DictConfig) -> bool:
 
 
 def missing_results(run: Path, evaluation: Evaluation) -> list[str]:
-    """The suites whose results are absent, lack a task, are older than the run's model, or are of another limit."""
+    """The suites whose results are absent, lack a task, are older than the run's model, or are of other data or another limit."""
     written, results = _chosen_at(run), evaluation.results()
-    return [one for one in results if not _is_result(_result_path(run, one), results[one], evaluation.limit, written)]
+    return [one for one in results if not _is_result(_result_path(run, one), results[one], evaluation, written)]
 
 
 def slurm_error(run: Path) -> str:
@@ -258,8 +258,8 @@ def different_key(run: Path, cfg: DictConfig) -> tuple[str, Any, Any] | None:
     config = OmegaConf.to_container(redacted(cfg), resolve=True)
     assert isinstance(saved, dict)
     assert isinstance(config, dict)
-    # A finished run may have had these otherwise. Of a checkpointer the folder is compared below.
-    left_out = affecting("place") | {"epochs", "checkpointer"}
+    # Of a checkpointer the folder is compared below.
+    left_out = affecting("place") | {"checkpointer"}
     for key in sorted(saved.keys() & config.keys() - left_out, key=str):
         if saved[key] != config[key]:
             return str(key), saved[key], config[key]
@@ -320,10 +320,12 @@ def _chosen_at(run: Path) -> float:
     return max(_written(model), model.lstat().st_mtime if is_own_link else 0.0)
 
 
-def _is_result(path: Path, tasks: set[str], limit: int | None, written: float) -> bool:
+def _is_result(path: Path, tasks: set[str], evaluation: Evaluation, written: float) -> bool:
+    root, limit = evaluation.data_root, evaluation.limit
+    asked = {"limit": limit, "data": "hub" if root is None else str(Path(root).resolve())}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        is_complete = tasks <= content["tasks"].keys() and content["settings"].get("limit") == limit
+        is_complete = tasks <= content["tasks"].keys() and content["settings"].items() >= asked.items()
         return is_complete and path.stat().st_mtime >= written
     except (OSError, ValueError, KeyError, AttributeError):
         return False

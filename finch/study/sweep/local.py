@@ -187,8 +187,11 @@ class LocalSweep:
             self._fail(state, f"no rate of sft has less than {MAX_FORGETTING:g} points of average forgetting ({text})")
             return
         seed = job.cell.values.get("seed")
-        runs = [run for run in rate.runs if self._states[run].job.cell.values.get("seed") == seed] or list(rate.runs)
-        job.link_to(runs[0])
+        seeds = {self._states[run].job.cell.values.get("seed"): run for run in rate.runs}
+        if seed is not None and seed not in seeds and seeds.keys() != {None}:
+            self._fail(state, f"sft has no evaluated run of seed {seed} at the rate that was chosen, {rate.lr:g}")
+            return
+        job.link_to(seeds.get(seed, rate.runs[0]))
         self._set_trained(state)
 
     def _start(self, state: _State, command: list[str], status: str) -> None:

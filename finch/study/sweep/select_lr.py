@@ -133,14 +133,22 @@ def rates_of(runs: Sequence[Path], method: str) -> list[Rate]:
         UserError: no run of the method has a learning rate of the grid; a run is not evaluated.
     """
     groups: dict[str, list[tuple[dict[str, Any], Path]]] = defaultdict(list)
+    measured: dict[frozenset[str], Path] = {}
     for run in runs:
         values = read_cell(run)["values"]
         if values.get(LABEL, values.get(METHOD, "sft")) == method and LR in values:
             other = {key: value for key, value in values.items() if key not in (METHOD, LABEL, SEED)}
             groups[repr(sorted(other.items()))].append((values, run))
+            measured.setdefault(frozenset(task for task, *_ in _lost_points(run)), run)
     if not groups:
         raise UserError(
             f"--method {method}: no run has this method or label and a value of {LR}; run finch sweep first"
+        )
+    if len(measured) > 1:
+        (some, run), (others, other_run) = list(measured.items())[:2]
+        lacking, names = (other_run, some - others) if some - others else (run, others - some)
+        raise UserError(
+            f"{lacking} has no result of {', '.join(sorted(names))}, by which other rates are compared; evaluate it: finch sweep goes on with it"
         )
     rates = []
     for group in groups.values():

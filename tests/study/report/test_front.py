@@ -34,6 +34,23 @@ def test_runs_of_one_seed_are_separate_settings(tmp_path):
     assert [setting.values["folder"] for setting in settings] == ["one", "two"]
 
 
+def test_runs_that_train_otherwise_are_separate_settings(tmp_path):
+    """Also of other seeds; rows of a seed may be its own."""
+    rows = {"dataset": {"_component_": "finch.data.rows.rows_dataset", "data_files": "rows_1.jsonl"}}
+    runs = [
+        make_run(tmp_path / "a", "sft", 1e-5, 0, base=None),
+        make_run(tmp_path / "b", "sft", 1e-5, 1, base=None, config=rows),
+    ]
+    runs += [make_run(tmp_path / "c", "sft", 1e-5, 1, base=None, config={"epochs": 20, "dtype": "bf16"})]
+    settings = group_settings(compare(read_runs(runs)))
+    assert [
+        (list(setting.runs), setting.values.get("epochs"), setting.values.get("dtype")) for setting in settings
+    ] == [
+        ([0, 1], 2, "fp32"),
+        ([2], 20, "bf16"),
+    ]
+
+
 def test_replayed_seeds_are_seeds(tmp_path):
     for seed in (0, 1):
         cell = {"method": "lr_replay", "lr_scheduler.log": {"cell": {"method": "finch", "seed": seed}}}

@@ -90,6 +90,14 @@ def test_probes_are_those_of_the_best_epoch(tmp_path):
     assert compare(read_runs([run])).outcomes[0]["facts"].step == 16
 
 
+def test_probes_are_those_of_the_step_that_was_kept(tmp_path):
+    run = make_run(tmp_path / "one", "sft", 1e-4, base=None)
+    (run / "best_step_27").mkdir()
+    (run / "best").unlink()
+    (run / "best").symlink_to("best_step_27")
+    assert compare(read_runs([run])).outcomes[0]["facts"].step == 24
+
+
 def test_language_without_a_base_is_only_a_score(tmp_path):
     run = make_run(tmp_path / "one", "sft", 1e-5, base=None)
     options = {"new": 0.7, "shift": 0.0, "rng": random.Random(0), "suites": ["knowledge"], "n": 20}

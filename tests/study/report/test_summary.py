@@ -5,17 +5,19 @@ import json
 import re
 
 import pytest
-from helpers.evaluated_runs import add_losses, make_run, make_sweep
+from helpers.evaluated_runs import add_losses, make_base, make_run, make_sweep
 
 pytest.importorskip("matplotlib", reason="the report extra is not installed")
 from scipy.stats import binomtest
 
 from finch.study.report.content import Names
 from finch.study.report.front import Front, compare_pair, seed_points
+from finch.study.report.measures import compare
 from finch.study.report.report import write_report
+from finch.study.report.runs import read_runs
 from finch.study.report.selection import Measure
 from finch.study.report.style import method_styles
-from finch.study.report.summary import _conclusion, _pair_text
+from finch.study.report.summary import _conclusion, _pair_text, notes
 from finch.study.report.tables import NONE
 
 
@@ -161,3 +163,13 @@ def test_runs_at_their_cap_are_named(tmp_path, undrawn):
     assert 40 < int(share[:-1]) < 60
     assert re.search(rf"\| {share} of steps \|.*/finch \|$", text, re.M)
     assert re.search(rf"\| {NONE} \|.*/sft \|$", text, re.M)
+
+
+def test_an_evaluation_of_a_model_that_was_replaced_is_named(tmp_path):
+    runs = [make_run(tmp_path / name, "sft", rate) for name, rate in (("one", 1e-5), ("two", 2e-5))]
+    make_base(tmp_path / "base")
+    words = "two: evaluated was a model that the run has replaced since; evaluate again."
+    assert words not in notes(compare(read_runs(runs)))
+    (runs[1] / "best").unlink()
+    (runs[1] / "best").symlink_to("epoch_0")
+    assert words in notes(compare(read_runs(runs)))

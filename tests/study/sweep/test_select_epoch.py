@@ -83,7 +83,9 @@ class Programs:
             result = TaskResult("new", "acc", "test", self.scores[weights], 4, f"{suite}.{task}.jsonl")
             base = os.path.relpath(out / "base" / path.name, folder)
             samples = [{"doc_id": 0, "doc_hash": "a", "score": self.scores[weights]}]
-            result = SuiteResult(suite, str(model), weights, False, base, {"limit": None}, {}, {task: result})
+            result = SuiteResult(
+                suite, str(model), weights, False, base, {"limit": None, "data": "hub"}, {}, {task: result}
+            )
             write_result(folder, result, {task: samples})
             self.events.append(f"{model.name}: {suite} of {weights}")
 

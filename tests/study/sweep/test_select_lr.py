@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers.runs import finch
 
+from finch.base.errors import UserError
 from finch.evaluation.results import SuiteResult, TaskResult, write_result
 from finch.study.report.report import write_report
 from finch.study.sweep.select_lr import _is_reported, rates_of, select_rate
@@ -81,6 +82,12 @@ def test_largest_rate_that_forgets_less_is_chosen(out):
     assert select_rate(rates, 1.95).lr == 2e-5
     assert select_rate(rates, 1.5).lr == 1e-5
     assert select_rate(rates, 0.5) is None
+
+
+def test_rates_are_compared_on_the_same_tasks(out):
+    run = write_run(out / "sft_2e-05_0", {"method": "sft", "optimizer.lr": 2e-5, "seed": 0}, {"a": 0.5})
+    with pytest.raises(UserError, match=rf"^{run} has no result of b, by which other rates are compared"):
+        rates_of(sorted(out.glob("sft_*")), "sft")
 
 
 def test_labelled_runs_count_only_under_their_label(out):
