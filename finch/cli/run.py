@@ -202,6 +202,9 @@ def _launch(recipe: str, cfg: DictConfig, options: argparse.Namespace, local_ran
     # A free port; torchrun's default one is taken where another run has started on this machine.
     if not options.rdzv_endpoint and options.nnodes in ("1", "1:1"):
         options.standalone = True
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup, which torchrun would undo for itself and the ranks
+        names = options.signals_to_handle.split(",")
+        options.signals_to_handle = ",".join(name for name in names if name != "SIGHUP")
     for name in ("SIGUSR1", "SIGUSR2"):
         if name not in options.signals_to_handle:
             options.signals_to_handle += f",{name}"  # else it would end the launcher, and the ranks with it

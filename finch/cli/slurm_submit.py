@@ -72,6 +72,10 @@ def main(args: argparse.Namespace, rest: Sequence[str]) -> None:
     config, overrides = absolute(words[0]), hub.local_paths({}, words[1:])[1]
     script, text = read_script(SCRIPT, args.script)
     job = complete_options(given, text, is_own_script=bool(args.script))
+    if "array" in job.by_name:
+        raise UserError(
+            f"--array={job.by_name['array']} starts all of its tasks on one output_dir; submit each run by itself, or several with finch sweep --slurm"
+        )
     # Only the checks that need none of the run's files, which may be on another machine.
     job.settings["FINCH_RECIPE"], cfg = read_job(config, ["resume_from_checkpoint=auto", *overrides], is_here=False)
     for check in config_checks(cfg, job.num_ranks):

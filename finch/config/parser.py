@@ -32,7 +32,7 @@ from finch.config.validation import PATHS, check, components, referred_keys
 
 _ENTRY = re.compile(r"([A-Za-z_][\w.]*)\[(\d+)\][\w.\[\]]*=")  # a key in an entry of a list
 _METRIC_LOGGERS = {
-    f"metric_logger={word}": (f"metric_logger._component_={component}", "metric_logger.log_dir=${output_dir}/logs")
+    f"metric_logger={word}": f"metric_logger._component_={component}"
     for word, component in {
         "wandb": "torchtune.training.metric_logging.WandBLogger",
         "tensorboard": "torchtune.training.metric_logging.TensorBoardLogger",
@@ -236,7 +236,10 @@ def merge(file_blocks: dict[str, Any], overrides: list[str]) -> tuple[DictConfig
         ValueError: an override is not ``key=value``.
     """
     blocks, overrides, names = methods.apply_method(file_blocks, overrides)
-    overrides = [each for override in overrides for each in _METRIC_LOGGERS.get(override, (override,))]
+    words = [_METRIC_LOGGERS.get(override, override) for override in overrides]
+    if words != overrides and not any(word.startswith("metric_logger.log_dir=") for word in words):
+        words.append("metric_logger.log_dir=${output_dir}/logs")
+    overrides = words
     if blocks.keys().isdisjoint(("max_seq_len", "max_length")):
         overrides = [re.sub("^(max_seq_len|max_length)=", "tokenizer.max_seq_len=", override) for override in overrides]
     in_lists = [override for override in overrides if _ENTRY.match(override)]

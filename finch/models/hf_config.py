@@ -172,10 +172,9 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
 
     ``rope_type``, ``rope_theta`` and ``partial_rotary_factor`` are always there, the latter two None where config.json has no value.
     """
-    settings = config.get("rope_parameters") or {
-        "rope_theta": config.get("rope_theta"),
-        **(config.get("rope_scaling") or {}),
-    }
+    # As transformers reads a file that has keys of both kinds.
+    block = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    settings = {"rope_theta": config.get("rope_theta"), **block}
     rope_type = settings.get("rope_type") or settings.get("type") or "default"
     base = settings.get("rope_theta") or (10000.0 if config.get("model_type") in _HAS_DEFAULT_ROPE_BASE else None)
     fraction = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))

@@ -172,8 +172,11 @@ class Probes(Hook):
                 trainer.loss.replay.refuse_prompts(f"probes.{name}", rows.samples)
         self._check_groups()
         kinds = {name: rows.kind for name, rows in self._rows.items()}
-        # Now: answers change the rows of kind self, and belong to the same probe.
-        self._digests = {name: rows.digest for name, rows in self._rows.items()}
+        # Now: answers change the rows of kind self. By their length they are others.
+        self._digests = {
+            name: f"{rows.digest} {self._settings[name].max_new_tokens}" if rows.kind == "self" else rows.digest
+            for name, rows in self._rows.items()
+        }
         self._eval = trainer.data.eval_settings
         self._answers = {
             name: own_answers(name, rows, self._settings[name], Path(cfg.output_dir), tokenizer)

@@ -191,7 +191,7 @@ def check_output_folder(cfg: DictConfig) -> list[Path]:
         raise UserError(
             f"overwrite=True would remove lr_scheduler.log={log}, which this run replays; give another output_dir"
         )
-    # With auto a run that has ended before its first checkpoint starts again.
+    # With auto a run that was cut off before its first checkpoint starts again.
     if (run / run_files.METRICS).exists() and not cfg.overwrite and resume != "auto":
         raise UserError(
             f"output_dir={run} already holds a run; set resume_from_checkpoint=True to continue it, overwrite=True to replace it, or give another folder"

@@ -103,6 +103,14 @@ class Run:
         if self.is_writer:  # the lock is exclusive: many ranks would wait for each other
             self._lock.check()
         self._candidates = check_output_folder(cfg)
+        # Here and not among the checks: a sweep's finished cells need no checkpoints, and are not started.
+        has_ended = (
+            status.read(self.path / run_files.STATUS)["is_finished"] and (self.path / run_files.METRICS).exists()
+        )
+        if has_ended and not (self._candidates or self._replace):
+            raise UserError(
+                f"output_dir={self.path} holds a run that has ended, without a checkpoint to go on from; overwrite=True replaces it"
+            )
 
     def open(self, parallel: Parallel) -> None:
         """Locks the folder if it exists, and verifies the checkpoint to resume from; a collective. Call it before a metric logger is built,

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from helpers.runs import Run, environment, finch, make_config, run_here, write_config
+from torch.distributed import run as launcher
 
 from finch.cli import run as run_module
 from finch.distributed.processes import share_cores
@@ -106,6 +107,20 @@ def test_signal_saves_and_ends_with_the_recipes_exit_code(config, tmp_path, rank
     assert "Traceback" not in run.output
     assert list((folder / "checkpoints").glob("step_*/manifest.json"))
     assert (folder / "REQUEUE").exists() == (number != signal.SIGINT)
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_ranks_of_a_run_under_nohup_do_not_hear_of_the_terminals_end(is_ignored, config, monkeypatch):
+    """torchrun would handle the signal, for itself and, by a default action, the ranks."""
+    handled = []
+    monkeypatch.setattr(launcher, "run", lambda options: handled.append(options.signals_to_handle.split(",")))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit):
+            run_module.main(None, ["--nproc_per_node", "2", config()])
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ("SIGHUP" in handled[0], "SIGTERM" in handled[0], "SIGUSR1" in handled[0]) == (not is_ignored, True, True)
 
 
 def test_openmp_settings_of_the_user_stay(monkeypatch):

@@ -114,6 +114,7 @@ def test_submit_leaves_a_sites_script_its_defaults(capsys, tmp_path, sbatch):
         ("qwen3/4B_finch --time=1:00:00 --signal=B:USR1@3590", "or a shorter warning"),
         ("qwen3/4B_finch --export=NONE", "give --export=ALL,NAME=VALUE"),
         ("qwen3/4B_finch -N 3 data_parallel_replicate_dim=2", "tensor_parallel_dim=1 does not divide the 3 ranks"),
+        ("qwen3/4B_finch --array=0-3", "--array=0-3 starts all of its tasks on one output_dir"),
         ("qwen3/4B_finch --script absent", "absent is not a file; give --script FILE"),
         ("qwen3/4B_finch", "sbatch is not on this machine's PATH"),
         (

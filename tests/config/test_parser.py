@@ -1,5 +1,6 @@
 """From a command line to a config."""
 
+import itertools
 import json
 import sys
 
@@ -67,8 +68,8 @@ def test_a_metric_logger_is_one_word(file, block):
     }.items():
         cfg = read(["--config", path, f"metric_logger={word}"])
         assert cfg.metric_logger == {"_component_": component, "log_dir": "runs/3/logs"}
-        cfg = read(["--config", path, f"metric_logger={word}", "metric_logger.log_dir=y"])
-        assert cfg.metric_logger == {"_component_": component, "log_dir": "y"}
+        for words in itertools.permutations((f"metric_logger={word}", "metric_logger.log_dir=y")):
+            assert read(["--config", path, *words]).metric_logger == {"_component_": component, "log_dir": "y"}
     cfg = read(["--config", path, "metric_logger=wandb", "metric_logger.project=mine"])
     assert cfg.metric_logger.project == "mine"
 

@@ -80,7 +80,7 @@ def plain() -> Trainer.Config:
         training=TrainingConfig(
             local_batch_size=8, seq_len=128, steps=20, mixed_precision_param="float32", disable_cuda_graphs=True
         ),
-        dataloader=RowsDataLoader.Config(data_files=os.environ["FINCH_TEST_ROWS"], split="train[:64]"),
+        dataloader=RowsDataLoader.Config(data_files=os.environ["FINCH_TEST_ROWS"], split="train[:64]", is_packed=False),
         metrics=MetricsProcessor.Config(log_freq=1, disable_color_printing=True),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
         checkpoint=CheckpointManager.Config(
@@ -123,7 +123,9 @@ def validated() -> Trainer.Config:
     """FINCH with a validation set, and Hugging Face weights at the end."""
     from finch.integrations.titan.dataloader import RowsDataLoader
 
-    rows = RowsDataLoader.Config(data_files=os.environ["FINCH_TEST_ROWS"], split="train[64:73]", is_shuffled=False)
+    rows = RowsDataLoader.Config(
+        data_files=os.environ["FINCH_TEST_ROWS"], split="train[64:73]", is_shuffled=False, is_packed=False
+    )
     config = finch()
     config.validator = Validator.Config(enable=True, freq=2, dataloader=rows)
     config.checkpoint.last_save_in_hf = config.checkpoint.last_save_model_only = True
@@ -135,7 +137,6 @@ def preserving() -> Trainer.Config:
     from finch.integrations.titan import to_finch_config
 
     base, stories = plain(), str(Path(os.environ["FINCH_TEST_ROWS"]).parents[1] / "tinystories/stories.jsonl")
-    base.dataloader.is_packed = False
     config = to_finch_config(base, preserve=True, eta_max=2.5e-3, init="first_batch")
     config.self_replay |= {"rows": 10, "max_new_tokens": 12, "strength": 0.3}
     perturbed = os.environ["FINCH_TEST_ROWS"].replace("full", "forget10_perturbed")

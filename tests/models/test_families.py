@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from torch import nn
 from torchtune.models.gemma2 import _convert_weights as torchtune_gemma2_weights
 from torchtune.models.gemma2 import gemma2 as torchtune_gemma2
+from transformers import AutoConfig
 
 from finch.base.errors import UserError
 from finch.config.instantiate import build, locate
 from finch.models.families import _WRONG_BUILDERS, replace_known_bad_builder
 from finch.models.hf_config import FAMILIES as KNOWN_FAMILIES
-from finch.models.hf_config import is_tied
+from finch.models.hf_config import is_tied, read_config, rope_settings
 from finch.training.chunked_loss import TokenLoss
 from finch.weights.huggingface import HuggingFaceFolder
 
@@ -132,6 +133,27 @@ def test_older_config_json_says_the_same(tmp_path):
         check("llama 3.1", tmp_path, rope_base=1e4)
     with pytest.raises(UserError, match=r"rope scaling factor 4, .* says 8"):
         check("llama 3.1", tmp_path, scale_factor=4)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_parameters": {"rope_type": "default"}, "rope_theta": 7e5},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 7e5}},
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "rope_scaling": {**llama3_scaling(4.0), "rope_theta": 2e5},
+        },
+        {"rope_theta": 3e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    ],
+)
+def test_rope_settings_are_transformers(keys, tmp_path):
+    """Also of a file with keys of both kinds, as one that was edited by a model card's advice."""
+    save("llama 3", tmp_path)
+    edit_config(tmp_path, **{"rope_parameters": ..., "rope_theta": ..., "rope_scaling": ..., **keys})
+    found = rope_settings(read_config(tmp_path))
+    expected = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert {key: found[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize("name", ["gemma", "gemma2", "qwen2 tied"])

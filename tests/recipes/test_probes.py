@@ -210,6 +210,15 @@ def test_resumed_run_has_the_same_curves(step, config, straight, tmp_path, monke
     assert resumed.column("loss") == straight.column("loss")
 
 
+def test_longer_answers_of_a_resumed_run_have_a_start_of_their_own(config, tmp_path, monkeypatch):
+    run = {**config, "output_dir": str(tmp_path / "run"), "probes": {"own": config["probes"]["own"]}}
+    run_broken(tmp_path, run, monkeypatch, 4)
+    longer = {**run, "probes": {"own": {**run["probes"]["own"], "max_new_tokens": 9}}}
+    last = probed(finished(tmp_path, longer, "resume_from_checkpoint=True"))[12]
+    fresh = probed(finished(tmp_path / "fresh", {**longer, "epochs": 1}))[0]
+    assert last["probe/own/loss"] - last["probe/own/loss_change"] == pytest.approx(fresh["probe/own/loss"], rel=1e-6)
+
+
 def test_probe_added_to_a_resumed_run_starts_at_the_pretrained_model(config, straight, tmp_path, monkeypatch):
     run = {**config, "output_dir": str(tmp_path / "run"), "probes": {"own": config["probes"]["own"]}}
     run_broken(tmp_path, run, monkeypatch, 4)

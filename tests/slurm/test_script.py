@@ -82,6 +82,15 @@ def test_script_resumes_from_path_until_first_checkpoint(job):
     assert (job.run / "metrics.jsonl").read_text() == "kept\n"
 
 
+def test_script_starts_one_task_a_node_and_leaves_another_jobs_metrics(job):
+    """However many tasks the job was submitted with; a run that is in the folder may be another job's, which trains."""
+    job.start(0, SLURM_NTASKS="16", SLURM_NTASKS_PER_NODE="8")
+    assert job.value("--ntasks") == "2"
+    (job.run / "metrics.jsonl").write_text("theirs\n")
+    job.start(1)
+    assert (job.run / "metrics.jsonl").read_text() == "theirs\n"
+
+
 @pytest.mark.parametrize("line", ['A="(x) $NOWHERE_SET"', "set -- other.yaml", "[[ -f absent ]] && source absent"])
 def test_script_sources_setup_that_is_not_strict(line, job):
     (job.folder / "site.sh").write_text(f"export SITE=1\n{line}\n")

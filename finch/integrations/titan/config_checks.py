@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer
+from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.decoder import Decoder
 
 from finch.base.errors import UserError
@@ -19,13 +20,18 @@ from finch.base.log import logger
 from finch.integrations.titan.losses import ObjectiveLoss, build_objective, inner_loss
 from finch.integrations.titan.lr_scheduler import FinchLRSchedulersContainer, build_schedule
 from finch.integrations.titan.recipe_config import RECIPE_KEYS, pretrained_folder
-from finch.models.hf_config import attention_window
+from finch.models.hf_config import attention_window, is_tied, rope_settings
 
 _STATE = "lr_scheduler."
 _FINCH_STATE = f"{_STATE}ema_loss"
 _METADATA, _HF_INDEX = ".metadata", "model.safetensors.index.json"
 """The files that a complete checkpoint of TorchTitan has one of."""
 _ROPE_TYPES = {"default": "none", "llama3": "llama", "yarn": "yarn"}
+_CONTEXT = "original_max_position_embeddings"
+_SCALINGS = {
+    "llama3": {"factor": "scaling_factor", **{key: key for key in ("low_freq_factor", "high_freq_factor", _CONTEXT)}},
+    "yarn": {"factor": "rope_factor", _CONTEXT: "original_seq_len"},
+}
 """From the names of Hugging Face's config.json to TorchTitan's."""
 
 
@@ -41,11 +47,23 @@ def check_config(config: Any) -> None:
     _check_loss(config.loss, config.parallelism)
     _check_checkpoint(config)
     _check_pretrained(config)
+    _check_packing(config)
     if any(getattr(config, key) for key in RECIPE_KEYS):
         require_extras(f"{', '.join(RECIPE_KEYS[:2])} in TorchTitan", "torchtune")
         from finch.integrations.titan.recipe_hooks import check_keys
 
         check_keys(config)
+
+
+def _check_packing(config: Any) -> None:
+    attention = config.model_spec.model.first_attention.inner_attention
+    loaders = {"dataloader": config.dataloader, "validator.dataloader": getattr(config.validator, "dataloader", None)}
+    for key, loader in loaders.items():
+        if getattr(loader, "is_packed", False) and isinstance(attention, ScaledDotProductAttention.Config):
+            raise UserError(
+                f"{key}.is_packed=True: the model's attention, ScaledDotProductAttention, does not keep the rows of a sequence apart; set it to "
+                "False, or take FlexAttention"
+            )
 
 
 def _check_parallelism(parallelism: Any) -> None:
@@ -153,15 +171,18 @@ def _check_pretrained(config: Any) -> None:
         return
     settings = json.loads(file.read_text())
     model, rope = config.model_spec.model, config.model_spec.model.layers[0].attention.rope
-    scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    theta = scaling.get("rope_theta") or settings.get("rope_theta")
+    scaling = rope_settings(settings)
     pairs = {
         "hidden_size": (settings.get("hidden_size"), model.dim),
         "num_hidden_layers": (settings.get("num_hidden_layers"), len(model.layers)),
         "vocab_size": (settings.get("vocab_size"), model.vocab_size),
-        "rope_theta": (theta, rope.theta),
-        "rope_type": (_ROPE_TYPES.get(scaling.get("rope_type", "default")), rope.scaling),
+        "tie_word_embeddings": (is_tied(settings), getattr(model, "enable_weight_tying", is_tied(settings))),
+        "rms_norm_eps": (settings.get("rms_norm_eps"), model.norm.eps),
+        "rope_theta": (scaling["rope_theta"], rope.theta),
+        "rope_type": (_ROPE_TYPES.get(scaling["rope_type"], scaling["rope_type"]), rope.scaling),
     }
+    for key, name in _SCALINGS.get(scaling["rope_type"], {}).items():
+        pairs[key] = scaling.get(key), getattr(rope, name)
     for key, (in_file, in_model) in pairs.items():
         if in_file is not None and in_file != in_model:
             raise UserError(

@@ -54,6 +54,8 @@ _SHARE_FOR_STATE = 0.7
 """Of a GPU's memory; the rest is for activations and logits."""
 
 _BLOCKS = ("model", "tokenizer", "dataset")
+_SCHEDULE = {"_component_": "finch.FinchLR", "eta_max": "auto", "ema": 0.9, "init": "dataset"}
+"""Without self_replay: 2.5 x eta_base is the paper's ratio of its cap, which itself would hold a larger rate constant."""
 _BATCH_KEYS = (
     "batch_size",
     "gradient_accumulation_steps",
@@ -73,7 +75,7 @@ def complete(
     file_blocks: Blocks, overrides: list[str], *, is_first_look: bool = False, ranks: int | None = None
 ) -> tuple[Blocks, list[str]]:
     """Adds what a config file leaves out: model, tokenizer, dataset, dataset_validation, batch, dtype, learning rate, output_dir, a probe of own answers, early stopping,
-    and where no method is named preserve's self_replay and average.
+    the schedule, and where no method is named preserve's self_replay, average and constant rate.
 
     It runs before the command line is merged, so that each key of these blocks can be overridden there. A block is left out
     if the command line names another component for it.
@@ -108,6 +110,7 @@ def complete(
             "max_seq_len": min(context, MAX_TOKENS),
         }
     chosen["output_dir"] = f"out/auto/{_slug(hub.name_of(folder))}-{_slug(_rows_name(given))}"
+    chosen["lr_scheduler"] = _SCHEDULE
     if is_first_look:
         data = _data(given, overrides, reads_rows=False)[0] if _is_open(given, "dataset") else {}
         return _fill_in(file_blocks, {**chosen, **data, "batch_size": 1}), []
@@ -125,7 +128,12 @@ def complete(
         data, num_rows, message = _data(given, overrides, reads_rows=True)
         chosen.update(data)
         messages.append(message)
-    device = _device_keys(str(given.get("device", "auto")), num_parameters, num_rows, ranks)
+    before = _run_before(given, chosen["output_dir"])  # a run that goes on keeps what was chosen for it
+    copies = given.get("data_parallel_replicate_dim")
+    sharded_over = max(1, ranks // copies) if isinstance(copies, int) and copies > 0 else ranks
+    device = _device_keys(str(given.get("device", "auto")), num_parameters, num_rows, ranks, sharded_over)
+    if before is not None:
+        device["dtype"] = before.get("dtype", device["dtype"])  # on other GPUs, or another number of them, as well
     chosen.update(device)
     if "probes" not in file_blocks and context >= _MIN_CONTEXT:
         # What is forgotten, on the model's own answers to finch's prompts: on a CPU generation takes too long for all of them.
@@ -133,10 +141,10 @@ def complete(
         chosen["probes"] = {"own": {"kind": "self", "rows": number}}
         if not _is_removed("probes", overrides):
             messages.append(f"probes.own: {number} own answers, evaluated as it trains; ~probes removes it")
-    before = _run_before(given, chosen["output_dir"])  # a run that goes on keeps what was chosen for it
     limit = OmegaConf.select(given, "tokenizer.max_seq_len")
     if before is not None and "self_replay" not in file_blocks:
         chosen |= {key: before[key] for key in ("self_replay", "average") if before.get(key) is not None}
+        chosen["lr_scheduler"] = before.get("lr_scheduler")
     elif min(context, limit or context) >= _MIN_CONTEXT and _leaves_method_open(given, file_blocks, overrides):
         preserve = METHODS["preserve"].blocks
         chosen["self_replay"] = _replay(given, preserve["self_replay"], num_rows)
@@ -144,6 +152,10 @@ def complete(
             chosen["average"] = preserve["average"]
             number, most = (block["self_replay"]["rows"] for block in (chosen, preserve))
             shown = "" if number == most else f", not {most:,}: the rows are few, or of unknown size"
+            # FINCH's settings on the command line ask for FINCH.
+            if not (given.get("lr_scheduler") and {*given.lr_scheduler} - {"decay"}):
+                chosen["lr_scheduler"] = preserve["lr_scheduler"]
+                shown += ", and a constant learning rate"
             messages.append(
                 f"self_replay: {number} own answers before the first step{shown}; method=finch trains without"
             )
@@ -268,8 +280,8 @@ def _num_parameters(folder: Path) -> int:
     return sum(math.prod(shape) for file in files for _, shape in read_shapes(file))
 
 
-def _device_keys(device: str, num_parameters: int, num_rows: int | None, ranks: int) -> Blocks:
-    """Batch, dtype and activation checkpointing; bf16_mixed on a GPU with room for fp32 weights, gradients and moments, else bf16."""
+def _device_keys(device: str, num_parameters: int, num_rows: int | None, ranks: int, sharded_over: int) -> Blocks:
+    """Batch, dtype and activation checkpointing; bf16_mixed on GPUs with room for fp32 weights, gradients and moments, else bf16."""
     import torch
 
     from finch.distributed.parallel import local_device
@@ -283,7 +295,7 @@ def _device_keys(device: str, num_parameters: int, num_rows: int | None, ranks: 
     }
     if local.type != "cuda":
         return {**keys, "dtype": "fp32", "enable_activation_checkpointing": False}
-    memory = ranks * torch.cuda.get_device_properties(local).total_memory
+    memory = sharded_over * torch.cuda.get_device_properties(local).total_memory
     is_roomy = num_parameters * _BF16_MIXED_BYTES <= _SHARE_FOR_STATE * memory
     return {**keys, "dtype": "bf16_mixed" if is_roomy else "bf16", "enable_activation_checkpointing": True}
 

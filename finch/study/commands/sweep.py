@@ -86,6 +86,10 @@ def main(args: argparse.Namespace, rest: Sequence[str]) -> None:
     if args.jobs is not None and args.jobs < 1:
         raise UserError(f"--jobs {args.jobs} must be at least 1")
     grid = read_grid(words[0], words[1:], args.out)
+    if args.slurm and args.nproc_per_node:
+        raise UsageError(
+            f"--nproc_per_node={args.nproc_per_node} is for this machine; with --slurm the ranks of a run are its GPUs: --gpus-per-node={args.nproc_per_node}"
+        )
     if args.slurm:
         _submit_sweep(grid, options, words, args)
         return

@@ -86,7 +86,9 @@ class LocalSweep:
         """Returns the reason of each cell that failed. Ctrl-C, SIGTERM and SIGHUP stop the runs, which save, and end the process with 128 +
         the signal's number.
         """
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
+            numbers.pop()
         previous = {number: signal.signal(number, _raise_stopped) for number in numbers}
         try:
             for state in self._states.values():

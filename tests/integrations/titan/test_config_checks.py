@@ -2,8 +2,11 @@
 
 import dataclasses
 import functools
+import json
+import re
 from contextlib import nullcontext
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -157,6 +160,44 @@ def test_scaled_rope_is_refused(check):
         return layers
 
     assert "rope" in check("model_spec.model.layers", scale)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 32.0}}, "has factor=32.0, and the model llama3 test 8.0"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "has rope_type=linear, and the model llama3 test llama"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "rms_norm_eps": 0.5}, "has rms_norm_eps=0.5"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "tie_word_embeddings": "other"},
+            "tie_word_embeddings=",
+        ),
+    ],
+)
+def test_folder_of_another_model_is_refused(changes, message, finch_config, tmp_path):
+    """Such as Llama 3.2's, whose factor is not that of TorchTitan's sizes of the same name."""
+    from finch.integrations.titan.config_checks import check_config
+
+    settings = json.loads((Path(finch_config().hf_assets_path) / "config.json").read_text())
+    is_tied = settings.get("tie_word_embeddings", False)
+    if changes.get("tie_word_embeddings") == "other":
+        changes = {**changes, "tie_word_embeddings": not is_tied}
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": is_tied, **changes}))
+
+    def move(model):
+        for layer in model.layers:
+            layer.attention.rope = dataclasses.replace(layer.attention.rope, scaling="llama")
+        model.enable_weight_tying = is_tied
+        return model
+
+    config = finch_config()
+    config.model_spec.model, config.hf_assets_path = move(config.model_spec.model), str(tmp_path)
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_config(config)
+
+
+def test_packed_rows_need_an_attention_that_keeps_them_apart(check):
+    assert "dataloader.is_packed=True: the model's attention" in check("dataloader.is_packed", True)
 
 
 @pytest.mark.parametrize(

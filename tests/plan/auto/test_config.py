@@ -30,6 +30,7 @@ from finch.plan.auto.config import complete, learning_rate
 from finch.plan.estimate import fake_step
 
 ROWS = "finch.data.rows.rows_dataset"
+FINCH_AUTO = {"_component_": "finch.FinchLR", "eta_max": "auto", "ema": 0.9, "init": "dataset"}
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,8 @@ def test_auto_config_preserves_unless_a_method_is_named(folder, rows_file, tmp_p
         caplog.clear()
         cfg = auto(*given, f"data_files={rows}", f"epochs={epochs}")
         assert (cfg.self_replay.rows, cfg.self_replay.share) == (number, pytest.approx(share, abs=0.005))
-        assert (cfg.self_replay.strength, cfg.average) == (1.0, "auto")
+        assert (cfg.self_replay.strength, cfg.average, cfg.lr_scheduler) == (1.0, "auto", None)
+        assert "and a constant learning rate" in caplog.text
         assert (f"self_replay: {number} own answers" in caplog.text, "rows are few" in caplog.text) == (
             True,
             number < 1024,
@@ -130,13 +132,21 @@ def test_auto_config_preserves_unless_a_method_is_named(folder, rows_file, tmp_p
     ):
         cfg = auto(*given, f"data_files={rows_file}", word)
         assert (cfg.self_replay, cfg.average) == (None, None), word
+        if word != "method=sft":
+            assert cfg.lr_scheduler == FINCH_AUTO, word
+    caplog.clear()
+    cfg = auto(*given, f"data_files={rows_file}", "lr_scheduler.ema=0.8")
+    assert (cfg.self_replay.strength, cfg.lr_scheduler) == (1.0, {**FINCH_AUTO, "ema": 0.8})
+    assert "constant" not in caplog.text
+    assert auto(*given, f"data_files={rows_file}", "lr_scheduler.decay=0.3").lr_scheduler == {"decay": 0.3}
     assert auto(*given, f"data_files={rows_file}", "method=preserve").self_replay.rows == 1024
     assert auto(*given, f"data_files={rows_file}", "self_replay.rows=7").self_replay.rows == 7
     run = tmp_path / "run"  # of other epochs, or another version's choices
     run.mkdir()
-    (run / "config.yaml").write_text(yaml.safe_dump({"self_replay": {"rows": 9}, "optimizer": {"lr": 3e-4}}))
+    earlier = {"self_replay": {"rows": 9}, "optimizer": {"lr": 3e-4}, "lr_scheduler": FINCH_AUTO}
+    (run / "config.yaml").write_text(yaml.safe_dump(earlier))
     more = auto(*given, f"data_files={rows_file}", f"output_dir={run}", "resume_from_checkpoint=True", "epochs=8")
-    assert (more.self_replay.rows, more.average, more.optimizer.lr) == (9, None, 3e-4)
+    assert (more.self_replay.rows, more.average, more.optimizer.lr, more.lr_scheduler) == (9, None, 3e-4, FINCH_AUTO)
 
 
 def test_auto_config_ranks_share_one_global_batch(folder, rows_file, monkeypatch):
@@ -183,9 +193,26 @@ def on_gpu(folder, rows_file, tmp_path, monkeypatch):
             "enable_activation_checkpointing",
             "fsdp_reshard_after_forward",
         )
+        chosen.dtype = cfg.dtype
         return tuple(cfg[key] for key in keys)
 
     return chosen
+
+
+def test_auto_config_counts_what_a_rank_holds(on_gpu, tmp_path, monkeypatch):
+    """Of a state that is sharded over some of the ranks; a run that goes on keeps its dtype."""
+    monkeypatch.setattr(trial.Trial, "choose", lambda self, candidates: (candidates[0], ""))
+    number = 16 * 10_000  # bytes of about as many parameters
+    found = []
+    monkeypatch.setattr(parallel, "launched_ranks", lambda: 8)
+    for words in ([], ["data_parallel_replicate_dim=8"]):
+        on_gpu(number, *words)
+        found.append(on_gpu.dtype)
+    assert found == ["bf16_mixed", "bf16"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump({"dtype": "bf16", "optimizer": {"lr": 1e-4}}))
+    on_gpu(number, f"output_dir={tmp_path}/run", "resume_from_checkpoint=auto")
+    assert on_gpu.dtype == "bf16"
 
 
 def test_auto_config_takes_the_batch_that_fits_a_gpu(on_gpu, monkeypatch, caplog):

@@ -129,6 +129,8 @@ def test_eta_max_follows_a_rate_above_it(grid, capsys, caplog):
 def test_dry_run_prints_runs_and_evaluations(grid, tmp_path, base_folder, capsys):
     evaluate = {"tasks": ["tofu", "mine"], "new_task": "mine", "include_path": "yaml"}
     file = grid({"method": ["sft"], "seed": [0]}, evaluate={**evaluate, "data_root": "data", "limit": 5})
+    code, _, error = finch(capsys, "sweep", file, "--slurm", "--dry-run", "--nproc_per_node", "2")
+    assert (code, "with --slurm the ranks of a run are its GPUs: --gpus-per-node=2" in error) == (2, True)
     code, printed, error = finch(capsys, "sweep", file, "--dry-run", "--nproc_per_node", "2", "dtype=bf16_mixed")
     assert (code, "finch: error: --include-path=yaml is not a folder" in error) == (1, True)  # below the table
     assert printed.splitlines()[:2] == [

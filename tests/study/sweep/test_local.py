@@ -134,6 +134,15 @@ def test_interrupt_lets_the_runs_save_and_the_next_call_continues(sweep, tmp_pat
     assert sweep({"a": None, "b": None, "c": None}, seconds=0)[0] == {}
 
 
+def test_closed_terminal_does_not_stop_a_sweep_under_nohup(sweep, tmp_path):
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGHUP)).start()
+        assert sweep({"a": None}, seconds=1)[0] == {}
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
 HOLDER = """\
 import pathlib, sys, time
 from finch.training.run import RunLock
