@@ -42,7 +42,7 @@ def fill(cell, status, *, suites=tuple(SUITES)):
         (cell.folder / name).write_text("x")
     (cell.folder / "evaluation").mkdir()
     for suite in suites:
-        content = {"tasks": dict.fromkeys(SUITES[suite]), "settings": {}}
+        content = {"tasks": dict.fromkeys(SUITES[suite]), "settings": {"limit": None, "data": "hub"}}
         (cell.folder / "evaluation" / f"{suite}.json").write_text(json.dumps(content))
 
 
