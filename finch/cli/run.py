@@ -132,7 +132,8 @@ def parse_arguments(arguments: Sequence[str], usage: str) -> tuple[str, list[str
 
 def take_config(words: list[str]) -> str | None:
     """Removes the first word if it can only be a config."""
-    return words.pop(0) if words and "=" not in words[0] and not words[0].startswith(("-", "~")) else None
+    is_one = words and not words[0].startswith(("-", "~")) and ("=" not in words[0] or Path(words[0]).is_file())
+    return words.pop(0) if is_one else None
 
 
 def refuse_options(words: Sequence[str], whose: str) -> None:

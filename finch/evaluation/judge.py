@@ -222,6 +222,8 @@ def write_scores(comparison: Comparison, verdicts: Mapping[int, Verdicts]) -> li
         f"(W + T/2)/N against the base model, W wins and T ties in N judgements of {comparison.model} with prompt {comparison.prompt.name}: "
         "both orders of each pair, five verdicts folded to win, tie and loss; documents without a verdict in both orders are left out"
     )
+    if len(verdicts) < len(samples):
+        definition += f"; {len(verdicts)} of {len(samples)} documents"
     _write(tuned, samples, definition, tuned.task.others | summarize(verdicts.values()))
     return samples
 

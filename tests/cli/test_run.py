@@ -123,6 +123,13 @@ def test_ranks_of_a_run_under_nohup_do_not_hear_of_the_terminals_end(is_ignored,
     assert ("SIGHUP" in handled[0], "SIGTERM" in handled[0], "SIGUSR1" in handled[0]) == (not is_ignored, True, True)
 
 
+def test_a_config_may_have_any_name(tmp_path):
+    file = tmp_path / "epochs=3.yaml"
+    assert run_module.take_config([str(file)]) is None
+    file.touch()
+    assert run_module.take_config([str(file), "epochs=2"]) == str(file)
+
+
 def test_openmp_settings_of_the_user_stay(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     settings: dict[str, str] = {}

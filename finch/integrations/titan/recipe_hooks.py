@@ -269,6 +269,11 @@ def check_keys(config: Any) -> None:
         raise UserError(
             f"parallelism.context_parallel_degree={degree} is not supported with {', '.join(given)}, which run rows as a whole; set 1, or leave them out"
         )
+    if config.parallelism.spmd_backend == "spmd_types" and config.parallelism.tensor_parallel_degree > 1:
+        raise UserError(
+            f"parallelism.spmd_backend=spmd_types with tensor parallel is not supported with {', '.join(given)}: a token's logits lie on several ranks; "
+            "set partial_dtensor"
+        )
     if config.self_replay and not config.training.disable_cuda_graphs:
         raise UserError(
             "training.disable_cuda_graphs=False is not supported with self_replay, whose passes are no part of a graph; set it to True"

@@ -97,12 +97,14 @@ def test_setting_is_refused(check, path, value, message):
         ("checkpoint", "initial_load_in_hf", False, "self_replay: what the pretrained model answers is measured"),
         ("parallelism", "context_parallel_degree", 2, "context_parallel_degree=2 is not supported with self_replay"),
         ("training", "disable_cuda_graphs", False, "disable_cuda_graphs=False is not supported with self_replay"),
+        ("parallelism", "spmd_backend", "spmd_types", "spmd_backend=spmd_types with tensor parallel is not supported"),
     ],
 )
 def test_setting_is_refused_with_self_replay(finch_config, block, name, value, message):
     from finch.integrations.titan.config_checks import check_config
 
     config = finch_config()
+    config.parallelism.tensor_parallel_degree = 2
     setattr(getattr(config, block), name, value)
     check_config(config)
     config.self_replay = {"strength": 0.3}
