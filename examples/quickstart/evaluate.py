@@ -13,7 +13,6 @@ from torchtune.models.llama2 import llama2_tokenizer
 
 from examples.quickstart.base import build_decoder
 from examples.quickstart.world import World
-from finch.config.torchtune_names import shift_labels
 from finch.objectives import IGNORE_INDEX
 from finch.weights.huggingface import HuggingFaceFolder
 
@@ -33,7 +32,8 @@ def tokenize(world: World, folder: Path) -> dict[str, torch.Tensor]:
     batch = padded_collate_sft(
         [transform(row) for row in world.first_phrasings], padding_idx=tokenizer.pad_id, ignore_idx=IGNORE_INDEX
     )
-    return {"tokens": batch["tokens"], "labels": shift_labels(batch["labels"])}
+    labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+    return {"tokens": batch["tokens"], "labels": labels}
 
 
 @torch.no_grad()

@@ -574,16 +574,8 @@ class LoraBuilder(Arguments):
 
 
 COMPONENTS: tuple[type[Arguments], ...] = (
-    LoraBuilder,
-    FinchLR,
-    ReplayLR,
-    CosineWithWarmup,
-    FLOW,
-    TALR,
-    STM,
-    L2,
-    KL,
-    Dataset,
+    *(LoraBuilder, FinchLR, ReplayLR, CosineWithWarmup),
+    *(FLOW, TALR, STM, L2, KL, Dataset),
 )
 
 

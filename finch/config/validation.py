@@ -23,15 +23,8 @@ WEIGHT = "weight"
 """How often an entry of a list of datasets is drawn; it is next to the entry's ``_component_`` and its arguments."""
 
 PATHS = [
-    "output_dir",
-    "checkpoint_dir",
-    "path",
-    "model_dir",
-    "data_files",
-    "log_dir",
-    "cache",
-    "adapter_checkpoint",
-    "source",
+    *("output_dir", "checkpoint_dir", "path", "model_dir", "data_files"),
+    *("log_dir", "cache", "adapter_checkpoint", "source"),
 ]
 _MAX_NAME = 255
 _BAD_NAME = "a name has only letters, digits, _ and -; rename it"

@@ -244,27 +244,19 @@ def qwen3_tp_plan() -> dict[str, ParallelStyle]:
     return {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
         "output": ColwiseParallel(output_layouts=Replicate()),
-        "layers.*.attn.q_proj": ColwiseParallel(),
-        "layers.*.attn.k_proj": ColwiseParallel(),
-        "layers.*.attn.v_proj": ColwiseParallel(),
-        "layers.*.attn.q_norm": per_head,
-        "layers.*.attn.k_norm": per_head,
-        "layers.*.attn.output_proj": RowwiseParallel(),
-        "layers.*.mlp.w1": ColwiseParallel(),
-        "layers.*.mlp.w2": RowwiseParallel(),
-        "layers.*.mlp.w3": ColwiseParallel(),
+        **{f"layers.*.attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")},
+        **{f"layers.*.attn.{name}": per_head for name in ("q_norm", "k_norm")},
+        **{f"layers.*.{name}": RowwiseParallel() for name in ("attn.output_proj", "mlp.w2")},
+        **{f"layers.*.mlp.{name}": ColwiseParallel() for name in ("w1", "w3")},
     }
 
 
 StateDict = dict[str, torch.Tensor]
 
 _LAYER = {
-    "self_attn.q_proj.weight": "attn.q_proj.weight",
-    "self_attn.k_proj.weight": "attn.k_proj.weight",
-    "self_attn.v_proj.weight": "attn.v_proj.weight",
+    **{f"self_attn.{each}_proj.weight": f"attn.{each}_proj.weight" for each in "qkv"},
     "self_attn.o_proj.weight": "attn.output_proj.weight",
-    "self_attn.q_norm.weight": "attn.q_norm.scale",
-    "self_attn.k_norm.weight": "attn.k_norm.scale",
+    **{f"self_attn.{each}_norm.weight": f"attn.{each}_norm.scale" for each in "qk"},
     "mlp.gate_proj.weight": "mlp.w1.weight",
     "mlp.down_proj.weight": "mlp.w2.weight",
     "mlp.up_proj.weight": "mlp.w3.weight",

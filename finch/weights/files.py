@@ -29,12 +29,8 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 SAFETENSORS_METADATA = {"format": "pt"}  # without it transformers refuses a file
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _DTYPES = {
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
+    **{torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32"},
+    **{torch.bfloat16: "BF16", torch.float16: "F16"},
 }
 """safetensors' names of dtypes, in the order in which a file has their tensors."""
 _ALIGNMENT = 8  # bytes

@@ -40,15 +40,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "mica"),
 }
 _FREE = {
-    *(
-        "task_type",
-        "auto_mapping",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-        "runtime_config",
-    ),
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
+    *("revision", "inference_mode", "runtime_config"),
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "qalora_group_size", "megatron_core"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
 }
