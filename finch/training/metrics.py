@@ -159,9 +159,8 @@ class MetricsLog:
         """How many lines the file has on the writer, once everything pending is written and on the disk."""
         self.flush()
         if self._file is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # a full disk behind a network: a start after a crash of the machine has fewer lines
+            # A full disk behind a network refuses even this: a start after a crash of the machine then has fewer lines.
+            with contextlib.suppress(OSError):
                 os.fsync(self._file.fileno())
         return self._lines
 

@@ -313,8 +313,8 @@ class Run:
             *self.path.glob("epoch_*"),
             *(path for link in links for path in self.path.glob(f"{link.name}_step_*")),
         ]
-        last = [self.path / name for name in (run_files.STATUS, run_files.LOSS_FIGURE, run_files.METRICS)]
-        last.insert(0, self.path / run_files.EVALUATION)
+        names = (run_files.EVALUATION, run_files.STATUS, run_files.LOSS_FIGURE, run_files.METRICS)
+        last = [self.path / name for name in names]
         return [self.path / run_files.REQUEUE, *checkpoint.own_folders(self.path), *links, *models, *last]
 
     def _remove_old_run(self) -> None:

@@ -226,7 +226,8 @@ def to_finch_config(config: Trainer.Config, *, preserve: bool = False, **schedul
 
         config = to_finch_config(llama3_8b(), eta_max=5e-5, init="dataset")
 
-    ``preserve``: the recipe's ``method=preserve``, with self_replay; at the end ``finch average DUMP_FOLDER`` averages.
+    ``preserve``: with the self_replay of the recipe's ``method=preserve``, whose rate is constant where this one is FINCH's; at the end
+    ``finch average DUMP_FOLDER`` averages.
 
     ``schedule`` are fields of :class:`FinchLRSchedulersContainer.Config`; the optimizer's ``lr`` is eta_base. Settings that FINCH cannot work
     with are refused when the trainer is built, since the command line may still change them.
