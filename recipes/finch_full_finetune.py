@@ -210,7 +210,7 @@ class FinchFullFinetune(FTRecipeInterface):
         is_due = is_end or is_unfinished or state.is_save_due or not (cfg.save_last_epoch_only or cfg.save_best_only)
         is_saved = is_due and (state.is_epoch_end or self.checkpointer.is_light)
         if is_saved:
-            is_saved = self.checkpointer.save(self, wait=is_end or is_unfinished, is_end=is_end)
+            is_saved = self.checkpointer.save(self, wait=is_end or is_unfinished, is_end=is_end and not is_unfinished)
         if is_unfinished and state.stop is not None:
             self.interrupted = self.run.interrupt(state.stop, state.step, is_saved=is_saved)
 

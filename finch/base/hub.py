@@ -51,9 +51,7 @@ def local_path(key: str, value: Any, left_out: Collection[str] = (), *, is_first
     return value
 
 
-def local_paths(
-    blocks: dict[str, Any], overrides: Sequence[str], *, is_first_look: bool = False
-) -> tuple[dict[str, Any], list[str]]:
+def local_paths(blocks: Any, overrides: Sequence[str], *, is_first_look: bool = False) -> tuple[Any, list[str]]:
     """A config file's keys and the command line's ``key=value``, which come before them, as :func:`local_path` has them."""
     import yaml
 

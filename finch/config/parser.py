@@ -236,10 +236,9 @@ def merge(file_blocks: dict[str, Any], overrides: list[str]) -> tuple[DictConfig
         ValueError: an override is not ``key=value``.
     """
     blocks, overrides, names = methods.apply_method(file_blocks, overrides)
-    words = [_METRIC_LOGGERS.get(override, override) for override in overrides]
-    if words != overrides and not any(word.startswith("metric_logger.log_dir=") for word in words):
-        words.append("metric_logger.log_dir=${output_dir}/logs")
-    overrides = words
+    if not _METRIC_LOGGERS.keys().isdisjoint(overrides):  # the place first: one that is given comes after it
+        place = "metric_logger.log_dir=${output_dir}/logs"
+        overrides = [place, *(_METRIC_LOGGERS.get(override, override) for override in overrides)]
     if blocks.keys().isdisjoint(("max_seq_len", "max_length")):
         overrides = [re.sub("^(max_seq_len|max_length)=", "tokenizer.max_seq_len=", override) for override in overrides]
     in_lists = [override for override in overrides if _ENTRY.match(override)]

@@ -90,9 +90,8 @@ class Front:
         kept = saved if saved.get("fingerprint") == fingerprint else {}
         kept = group.gather_all_ranks(kept)[0]
         self.points = {point[0]: Point(*point) for point in kept.get("points", [])}
-        self._num_evaluated: dict[str, int] = kept.get(
-            "evaluations", {}
-        )  # of each choice, which may be one after another's
+        # Of each choice: one may come after another.
+        self._num_evaluated: dict[str, int] = kept.get("evaluations", {})
         self._choice = ""
 
     def begin(self, choice: Choice) -> None:

@@ -7,6 +7,7 @@ the answers are kept (``language_model.AnswerCache``), so that an interruption c
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -94,9 +95,13 @@ class Evaluation:
         progress = EvaluationProgress(estimates, is_shown=self._ranks.is_rank_zero)
         try:
             for target, tasks in todo:
-                if tasks:
+                if tasks or self._of_first(functools.partial(self._renewed, target)):
                     with self._locked(target) as has_waited:
-                        self._evaluate(target, self._missing(target) if has_waited else tasks, progress)
+                        for result in self._renewed(target) if self._ranks.is_rank_zero else ():
+                            write_result(self._place(target), result, {})
+                        tasks = self._missing(target) if has_waited else tasks
+                        if tasks:
+                            self._evaluate(target, tasks, progress)
         finally:
             progress.close()
 
@@ -140,19 +145,24 @@ class Evaluation:
             if done is None and path.exists():
                 logger.info(f"{path} is {self._difference(target, read_result(path))} and will be replaced")
             reused = [task.name for task in tasks if done is not None and self._is_done(task, target, done)]
-            if done is not None and reused:
+            if reused:
                 logger.info(f"{path} is reused: {', '.join(reused)}")
-                # What a score is compared with, and what it stands for, may be others by now.
-                results = {
-                    task.name: replace(done.tasks[task.name], role=task.role) for task in tasks if task.name in reused
-                }
-                renewed = replace(done, base=self._base(target, suite), tasks={**done.tasks, **results})
-                if renewed != done:
-                    write_result(self._place(target), renewed, {})
             for name in reused:
                 self._remove_answers(target, suite, name)
             missing += [task.name for task in tasks if task.name not in reused]
         return missing
+
+    def _renewed(self, target: Target) -> list[SuiteResult]:
+        """Results that stay, but for what their scores are compared with and stand for, which may be others by now."""
+        found = []
+        for suite in self.suites:
+            if (done := self._usable(target, suite)) is None:
+                continue
+            roles = {task.name: task.role for task in self._tasks if task.name in done.tasks}
+            tasks = {name: replace(task, role=roles.get(name, task.role)) for name, task in done.tasks.items()}
+            renewed = replace(done, base=self._base(target, suite), tasks=tasks)
+            found += [renewed] if renewed != done else []
+        return found
 
     def _usable(self, target: Target, suite: str) -> SuiteResult | None:
         """The suite's earlier result, if it is of these weights and settings."""

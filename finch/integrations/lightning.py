@@ -57,8 +57,8 @@ class FinchCallback(Callback):
         self._step_loss.update(mean * self._num_targets, self._num_targets)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if self._step_loss.is_empty:
-            return  # `training_step` has returned None, and there is no gradient
+        if self._step_loss.is_empty and trainer.world_size == 1:
+            return  # `training_step` has returned None, which Lightning allows on one device; there is no gradient
         if not self.schedule.step(*self._step_loss.compute()):
             optimizer.zero_grad(set_to_none=True)  # a parameter without gradient is not updated
         metrics = self.schedule.metrics()

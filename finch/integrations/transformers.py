@@ -223,6 +223,10 @@ class FinchCallback(TrainerCallback, ExportableState):
             raise UserError(
                 f"n_gpu={args.n_gpu}: DataParallel hides the losses of its replicas; start with torchrun or accelerate launch"
             )
+        if args.restore_callback_states_from_checkpoint and self._objective_loss is not None:
+            raise UserError(
+                "restore_callback_states_from_checkpoint=True makes FinchCallback anew, without its compute_loss_func; leave it out: its state is restored anyway"
+            )
         if getattr(args, "deepspeed_plugin", None) is not None:
             raise UserError(
                 "deepspeed: it updates the weights inside the backward, before FINCH has the loss of the step; use fsdp=True"

@@ -63,6 +63,8 @@ def on_local_shards(optimizer: Optimizer, *others: type) -> None:
 
 
 class _Fp32States:
+    state: defaultdict[torch.Tensor, Any]
+
     def _new_buffer(self, parameter: torch.Tensor, signed: bool) -> torch.Tensor:
         return torch.zeros_like(parameter, dtype=torch.float32)
 
@@ -71,8 +73,9 @@ class _Fp32States:
         groups: tuple[Any, ...] = (state_dict["param_groups"], self.param_groups)  # type: ignore[attr-defined]
         saved, own = ([name for group in each for name in group["params"]] for each in groups)
         for name, parameter in zip(saved, own, strict=True):
-            moments = {key: value for key, value in state_dict["state"].get(name, {}).items() if key != "step"}
-            self.state[parameter].update({key: value.to(parameter.device) for key, value in moments.items()})  # type: ignore[attr-defined]
+            for key, value in state_dict["state"].get(name, {}).items():
+                if key != "step":
+                    self.state[parameter][key] = value.to(parameter.device, torch.float32)
 
 
 class _LocalStep:

@@ -104,12 +104,10 @@ class Run:
             self._lock.check()
         self._candidates = check_output_folder(cfg)
         # Here and not among the checks: a sweep's finished cells need no checkpoints, and are not started.
-        has_ended = (
-            status.read(self.path / run_files.STATUS)["is_finished"] and (self.path / run_files.METRICS).exists()
-        )
-        if has_ended and not (self._candidates or self._replace):
+        has_ended = status.read(self.path / run_files.STATUS)["is_finished"]
+        if has_ended and (self.path / run_files.METRICS).exists() and not (self._candidates or self._replace):
             raise UserError(
-                f"output_dir={self.path} holds a run that has ended, without a checkpoint to go on from; overwrite=True replaces it"
+                f"output_dir={self.path} holds a run that has ended, without a checkpoint; overwrite=True replaces it"
             )
 
     def open(self, parallel: Parallel) -> None:
@@ -223,12 +221,18 @@ class Run:
 
     def _archive_epochs(self, first: int) -> None:
         """Renames the models of steps that the run takes again: they are not what it ends with, should it end before."""
-        for (epoch, _), path in run_files.epoch_folders(self.path).items():
-            if epoch >= first:
-                checkpoint.archive(path)
+        links = (run_files.BEST, run_files.WITHIN_BUDGET)
+        discarded = [path for (epoch, _), path in run_files.epoch_folders(self.path).items() if epoch >= first]
+        for path in (path for link in links for path in self.path.glob(f"{link}_step_*")):
+            step = path.name.removesuffix("_adapter").rpartition("_")[2]
+            discarded += [path] if step.isdigit() and int(step) > self.scalars["step"] else []
+        for path in discarded:
+            checkpoint.archive(path)
         best = self.scalars["best"]
         if best is not None and (name := self._folder_of(best["epoch"])) is not None:
             self.link(run_files.BEST, name)
+        for dangling in (self.path / link for link in links if not (self.path / link).exists()):
+            dangling.unlink(missing_ok=True)
 
     def mark_requeue(self) -> None:
         """Creates REQUEUE: the run is not finished and should be started again."""

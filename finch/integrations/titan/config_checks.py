@@ -56,7 +56,7 @@ def check_config(config: Any) -> None:
 
 
 def _check_packing(config: Any) -> None:
-    attention = config.model_spec.model.first_attention.inner_attention
+    attention = getattr(config.model_spec.model.first_attention, "inner_attention", None)
     loaders = {"dataloader": config.dataloader, "validator.dataloader": getattr(config.validator, "dataloader", None)}
     for key, loader in loaders.items():
         if getattr(loader, "is_packed", False) and isinstance(attention, ScaledDotProductAttention.Config):

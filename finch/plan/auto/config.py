@@ -132,9 +132,9 @@ def complete(
     copies = given.get("data_parallel_replicate_dim")
     sharded_over = max(1, ranks // copies) if isinstance(copies, int) and copies > 0 else ranks
     device = _device_keys(str(given.get("device", "auto")), num_parameters, num_rows, ranks, sharded_over)
-    if before is not None:
-        device["dtype"] = before.get("dtype", device["dtype"])  # on other GPUs, or another number of them, as well
     chosen.update(device)
+    if before is not None:
+        chosen["dtype"] = before.get("dtype", device["dtype"])  # on other GPUs, or another number of them, as well
     if "probes" not in file_blocks and context >= _MIN_CONTEXT:
         # What is forgotten, on the model's own answers to finch's prompts: on a CPU generation takes too long for all of them.
         number = _NUM_PROMPTS if device["dtype"] == "fp32" else NUM_SKILL_ROWS
@@ -188,7 +188,8 @@ def _fill_in(file_blocks: Blocks, chosen: Blocks) -> Blocks:
     """Both; a file's block that names no component is laid over the chosen one."""
     blocks = {**chosen, **{key: value for key, value in file_blocks.items() if value is not None or key not in chosen}}
     for key, block in chosen.items():
-        if isinstance(block, dict) and "_component_" in block and "_component_" not in (own := blocks[key]):
+        own = blocks[key]
+        if isinstance(block, dict) and "_component_" in block and isinstance(own, dict) and "_component_" not in own:
             blocks[key] = {**block, **own}
     return blocks
 
@@ -215,7 +216,11 @@ def _run_before(given: DictConfig, folder: str) -> Blocks | None:
 def _leaves_method_open(given: DictConfig, file_blocks: Blocks, overrides: list[str]) -> bool:
     """Whether nothing speaks against ``method=preserve``'s keys: neither a method, by name or by its blocks, nor packs."""
     names_method = any(re.match(r"(method|loss|kl_penalty|regularizer)\b", override) for override in overrides)
-    is_packed = _rows_key(given, "packed")
+    rows = given.get("dataset")
+    is_packed = any(
+        isinstance(each, DictConfig) and each.get("packed")
+        for each in (rows if isinstance(rows, ListConfig) else [rows])
+    )
     return not (names_method or given.get("method") or is_packed or "self_replay" in file_blocks)
 
 
@@ -421,7 +426,9 @@ def _rows_name(given: DictConfig) -> str:
     """What a run on these rows is named after."""
     if given.get("data_files") is not None:
         return Path(_file_names(given)[0]).name.split(".")[0]
-    return str(_source_of(given) or component_of(given.get("dataset"))).rpartition("/")[2]
+    rows = given.get("dataset")
+    first = rows[0] if isinstance(rows, ListConfig) and rows else rows
+    return str(_source_of(given) or component_of(first)).rpartition("/")[2]
 
 
 def _source_of(given: DictConfig) -> Any:

@@ -95,7 +95,7 @@ class Run:
     @property
     def trained_by(self) -> dict[str, Any]:
         """What else its config trains by than ``values`` say: runs that are averaged have it in common."""
-        found = {key: self.config.get(key) for key in _TRAINED_BY if key in self.config}
+        found = {key: self.config[key] for key in _TRAINED_BY if self.config.get(key) is not None}
         own = {"optimizer": ("lr",), "lr_scheduler": ("log",), "self_replay": ("cache",)}
         for key, names in own.items():
             if isinstance(block := found.get(key), dict):
