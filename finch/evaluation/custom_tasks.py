@@ -8,7 +8,6 @@ from typing import Any
 
 from finch.base.errors import UserError
 from finch.config.instantiate import did_you_mean
-from finch.evaluation.loading import SHORT, hash_values
 from finch.evaluation.results import NEW, OLD, Sample
 from finch.evaluation.tasks.task import Records, Task
 
@@ -69,6 +68,8 @@ def custom_task(name: str, manager: Any, *, is_new: bool, has_chat_template: boo
 
 def _digest(parts: Mapping[str, Any]) -> str:
     """Of the first prompts and answers: a task's file may change, and its rows."""
+    from finch.evaluation.loading import SHORT, hash_values  # here: torch is imported only where a task is loaded
+
     shown = [
         [str(part.doc_to_text(document)), str(part.doc_to_target(document))]
         for part in parts.values()

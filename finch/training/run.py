@@ -317,9 +317,10 @@ class Run:
             *self.path.glob("epoch_*"),
             *(path for link in links for path in self.path.glob(f"{link.name}_step_*")),
         ]
-        names = (run_files.EVALUATION, run_files.STATUS, run_files.LOSS_FIGURE, run_files.METRICS)
-        last = [self.path / name for name in names]
-        return [self.path / run_files.REQUEUE, *checkpoint.own_folders(self.path), *links, *models, *last]
+        # First the mark that the run has ended: one that is half removed starts again.
+        first = [self.path / name for name in (run_files.REQUEUE, run_files.STATUS)]
+        last = [self.path / name for name in (run_files.EVALUATION, run_files.LOSS_FIGURE, run_files.METRICS)]
+        return [*first, *checkpoint.own_folders(self.path), *links, *models, *last]
 
     def _remove_old_run(self) -> None:
         for path in checkpoint.own_folders(self.path):

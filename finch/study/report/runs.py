@@ -233,8 +233,8 @@ def method_of_config(config: Mapping[str, Any]) -> str:
     """The name of the method whose blocks a config has, such as ``finch+talr``; ``sft`` without any of another method."""
 
     def has(key: str, block: Any) -> bool:
-        value = config.get(key)
-        return (value is None) == (block is None) and component_of(value) == component_of(block)
+        value = config.get(key)  # of a constant rate none, or its decay
+        return (block is None or value is not None) and component_of(value) == component_of(block)
 
     names = []
     for name, method in METHODS.items():

@@ -15,7 +15,8 @@ from finch.study.report.runs import method_of_config, read_runs, sort_runs
     "name", [*sorted(METHODS.keys() - {"small_lr", "wise_ft"}), "finch+talr", "finch+lora", "talr+l2"]
 )
 def test_method_of_config(name):
-    cfg, _ = merge(MINIMAL, [f"method={name}", "lr_scheduler.log=x"])
+    settings = ["lr_scheduler.log=x"] if name == "lr_replay" else ["lr_scheduler.decay=0.3"]
+    cfg, _ = merge(MINIMAL, [f"method={name}", *settings])
     assert method_of_config(OmegaConf.to_container(cfg)) == name
 
 
