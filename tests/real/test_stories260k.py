@@ -60,10 +60,9 @@ def test_preserve_forgets_less_than_half_at_an_equal_training_loss(shared_data, 
         "gradient_accumulation_steps=1",
         "dataset.split=train[:160]",
         "epochs=4",
-        "optimizer.lr=1e-3",
     ]
-    for method in ("sft", "preserve"):
-        run = finished(tmp_path / method, config, *words, f"method={method}")
+    for method, rate in (("sft", 1e-3), ("preserve", 6e-4)):  # a cosine learns less than the constant of its peak
+        run = finished(tmp_path / method, config, *words, f"method={method}", f"optimizer.lr={rate}")
         folder = run.folder
         found[method] = run.column("loss")[-1], loss(folder / "epoch_3") - start
     (sft, forgotten), (preserve, preserved) = found.values()
