@@ -37,13 +37,13 @@ RATIO = re.compile(r"\d\.\d\d \[\d\.\d\d, \d\.\d\d\]")
 
 @pytest.mark.slow
 def test_numbers_are_those_of_the_runs(tmp_path):
-    for name in ("runs", "replay_runs", "breadth_runs"):
+    for name in ("runs", "replay_runs", "breadth_runs", "equations_runs"):
         with tarfile.open(RESULTS / f"{name}.tar.xz") as archive:
             archive.extractall(tmp_path, filter="data")
     assert check_comparisons(tmp_path, RESULTS) == 74
     assert check_selection(tmp_path, RESULTS) == 22
     assert check_runs(tmp_path, RESULTS) == 203
-    assert check_probes(tmp_path)[0] == 86
+    assert check_probes(tmp_path)[0] == 87
     assert shares(tmp_path) == read_csv(RESULTS / "shares.csv")
 
 
