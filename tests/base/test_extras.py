@@ -74,6 +74,7 @@ def test_peft_conflict(peft, torchao, is_conflict):
 ASK = "from peft.import_utils import is_torchao_available; print(is_torchao_available())"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     peft_conflict(version("peft"), version("torchao")) is None, reason="peft and torchao go together here"
 )

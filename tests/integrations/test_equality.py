@@ -58,6 +58,7 @@ def test_stack_equals_plain_python_on_one_process(name, shared_data, tmp_path):
     assert_equal(name, STACKS[name](shared_data, tmp_path), run_reference(shared_data))
 
 
+@pytest.mark.slow
 def test_self_replay_is_the_same_in_every_loop(shared_data, tmp_path):
     """The same answers and the same steps: a plain loop, the Trainer, TRL's, the recipe; the plain run differs."""
     reference = run_replay_reference(shared_data)
@@ -83,6 +84,7 @@ def measured(tmp_path):
     return tmp_path / "rows.jsonl", tmp_path / "texts.jsonl"
 
 
+@pytest.mark.slow
 def test_forgetting_is_the_same_in_the_trainers_and_the_recipe(shared_data, tmp_path, measured):
     own = {"kind": "self", "data_files": str(measured[0]), "max_new_tokens": 6}
     config = recipe_config(shared_data, tmp_path, 1) | {"probes": {"own": own}, "probes_every_n_steps": 4}

@@ -140,6 +140,7 @@ def test_commands_take_its_folder(one_rank, shared_data, tmp_path, capsys):
     assert (tmp_path / "report/report.html").is_file()
 
 
+@pytest.mark.slow
 def test_mistake_is_one_line(shared_data, tmp_path):
     arguments = ["--module", "helpers.titan_configs", "--config", "finch", "--dump_folder", str(tmp_path)]
     done = start(1, [*arguments, "--parallelism.spmd_backend", "full_dtensor"], shared_data)
