@@ -62,15 +62,14 @@ def on_local_shards(optimizer: Optimizer, *others: type) -> None:
         optimizer.__class__ = type(f"Local{kind.__name__}", (_LocalStep, *others, kind), {})
 
 
-class _Fp32States:
-    state: defaultdict[torch.Tensor, Any]
-
+class _Fp32States(Optimizer):
     def _new_buffer(self, parameter: torch.Tensor, signed: bool) -> torch.Tensor:
         return torch.zeros_like(parameter, dtype=torch.float32)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)  # type: ignore[misc]  # which casts states to the weights' dtype
-        groups: tuple[Any, ...] = (state_dict["param_groups"], self.param_groups)  # type: ignore[attr-defined]
+        super().load_state_dict(state_dict)
+        # It has cast the states to the weights' dtype.
+        groups = (state_dict["param_groups"], self.param_groups)
         saved, own = ([name for group in each for name in group["params"]] for each in groups)
         for name, parameter in zip(saved, own, strict=True):
             for key, value in state_dict["state"].get(name, {}).items():

@@ -62,7 +62,7 @@ def run_recipe(recipe_class: Callable[[DictConfig], Any], cfg: DictConfig) -> No
     except BaseException as error:
         try:
             recipe.close()
-        except Exception as another:  # such as a full disk, once more: what ended the run is told
+        except Exception as another:  # such as a disk that is still full; the first error is the one to report
             logger.warning(f"closing the run failed as well: {another}")
         # After `close`, which has read the metrics that were pending: only then is the step known.
         if isinstance(error, FloatingPointError):

@@ -62,7 +62,7 @@ def test_alpha_is_found_in_six_evaluations(choice, alpha, tolerance, tmp_path):
     again = []
     assert choose(front(tmp_path, calls=again), choice) == point  # an interrupted search goes on from its file
     assert not again
-    # After another choice's search it has evaluations of its own.
+    # Another choice's search does not use up this one's evaluations.
     (tmp_path / "other").mkdir()
     choose(front(tmp_path / "other"), Choice())
     assert choose(front(tmp_path / "other"), choice).alpha == pytest.approx(alpha, abs=tolerance)

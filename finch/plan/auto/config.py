@@ -216,11 +216,7 @@ def _run_before(given: DictConfig, folder: str) -> Blocks | None:
 def _leaves_method_open(given: DictConfig, file_blocks: Blocks, overrides: list[str]) -> bool:
     """Whether nothing speaks against ``method=preserve``'s keys: neither a method, by name or by its blocks, nor packs."""
     names_method = any(re.match(r"(method|loss|kl_penalty|regularizer)\b", override) for override in overrides)
-    rows = given.get("dataset")
-    is_packed = any(
-        isinstance(each, DictConfig) and each.get("packed")
-        for each in (rows if isinstance(rows, ListConfig) else [rows])
-    )
+    is_packed = any(isinstance(each, DictConfig) and each.get("packed") for each in _data_sets(given))
     return not (names_method or given.get("method") or is_packed or "self_replay" in file_blocks)
 
 
@@ -426,14 +422,19 @@ def _rows_name(given: DictConfig) -> str:
     """What a run on these rows is named after."""
     if given.get("data_files") is not None:
         return Path(_file_names(given)[0]).name.split(".")[0]
-    rows = given.get("dataset")
-    first = rows[0] if isinstance(rows, ListConfig) and rows else rows
+    first = next(iter(_data_sets(given)), None)
     return str(_source_of(given) or component_of(first)).rpartition("/")[2]
 
 
 def _source_of(given: DictConfig) -> Any:
     """The reader of the files, or the hub's name, if the user gives one."""
     return _rows_key(given, "source") or given.get("source")
+
+
+def _data_sets(given: DictConfig) -> list[Any]:
+    """The blocks of a list of data sets, or the only one."""
+    rows = given.get("dataset")
+    return list(rows) if isinstance(rows, ListConfig) else [rows]
 
 
 def _rows_key(given: DictConfig, key: str) -> Any:

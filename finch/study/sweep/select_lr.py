@@ -57,15 +57,18 @@ class Rate:
     reported: Forgetting
 
 
-def forgetting_of(runs: Sequence[Path]) -> tuple[Forgetting, Forgetting]:
+def forgetting_of(runs: Mapping[Path, Sequence[tuple[str, str, float]]]) -> tuple[Forgetting, Forgetting]:
     """The mean forgetting of runs, on the documents that choose a rate and on the others. Each task of role ``old`` in points counts equally.
 
+    Args:
+        runs: of each its :func:`_lost_points`.
+
     Raises:
-        UserError: a run has no result of such a task, the pretrained model's is missing, or a task has too few documents for two halves.
+        UserError: a task has too few documents for two halves.
     """
     tasks: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for run in runs:
-        for task, document, points in _lost_points(run):
+    for lost in runs.values():
+        for task, document, points in lost:
             tasks[task][document].append(points)
     choosing, reported = [], []
     for task, documents in tasks.items():
@@ -74,7 +77,7 @@ def forgetting_of(runs: Sequence[Path]) -> tuple[Forgetting, Forgetting]:
             halves[_is_reported(task, document)].append(statistics.fmean(points_of_runs))
         if min(map(len, halves)) < 2:
             raise UserError(
-                f"{runs[0]}: {task} has {len(documents)} documents, too few for two halves; evaluate more: evaluate.limit"
+                f"{next(iter(runs))}: {task} has {len(documents)} documents, too few for two halves; evaluate more: evaluate.limit"
             )
         choosing.append(halves[False])
         reported.append(halves[True])
@@ -133,13 +136,15 @@ def rates_of(runs: Sequence[Path], method: str) -> list[Rate]:
         UserError: no run of the method has a learning rate of the grid; a run is not evaluated.
     """
     groups: dict[str, list[tuple[dict[str, Any], Path]]] = defaultdict(list)
+    lost: dict[Path, list[tuple[str, str, float]]] = {}
     measured: dict[frozenset[str], Path] = {}
     for run in runs:
         values = read_cell(run)["values"]
         if values.get(LABEL, values.get(METHOD, "sft")) == method and LR in values:
             other = {key: value for key, value in values.items() if key not in (METHOD, LABEL, SEED)}
             groups[repr(sorted(other.items()))].append((values, run))
-            measured.setdefault(frozenset(task for task, *_ in _lost_points(run)), run)
+            lost[run] = list(_lost_points(run))
+            measured.setdefault(frozenset(task for task, *_ in lost[run]), run)
     if not groups:
         raise UserError(
             f"--method {method}: no run has this method or label and a value of {LR}; run finch sweep first"
@@ -155,7 +160,7 @@ def rates_of(runs: Sequence[Path], method: str) -> list[Rate]:
         group.sort(key=lambda each: (str(type(each[0].get(SEED))), each[0].get(SEED) or 0))
         values = {key: value for key, value in group[0][0].items() if key not in (METHOD, LABEL, LR, SEED)}
         folders = tuple(run for _, run in group)
-        rates.append(Rate(float(group[0][0][LR]), values, folders, *forgetting_of(folders)))
+        rates.append(Rate(float(group[0][0][LR]), values, folders, *forgetting_of({run: lost[run] for run in folders})))
     return sorted(rates, key=lambda rate: (rate.lr, -rate.forgetting.mean))
 
 
