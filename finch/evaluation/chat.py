@@ -17,7 +17,7 @@ from rich.text import Text
 from finch.base import hub
 from finch.base.errors import UserError
 from finch.base.log import printable
-from finch.base.run_files import CONFIG, HF_CONFIG
+from finch.base.run_files import AVERAGE, CONFIG, HF_CONFIG
 from finch.config.instantiate import build
 from finch.data.prompts import context_limit, stop_tokens, user_prompt
 from finch.distributed import parallel as distributed
@@ -42,10 +42,13 @@ class Chat:
     """Both models of a run in memory, in the run's dtype (bf16 for bf16_mixed); an adapter is merged.
 
     Args:
-        run: its folder, or a model's within: ``average``, ``within_budget``, an epoch's.
+        run: its folder, whose average is taken where it has one, or a model's within: ``within_budget``, an epoch's.
         base: the pretrained folder, where it has moved; None: that of RUN/config.yaml.
         temperature: 0: the likeliest token.
         trust, verify: see :func:`finch.evaluation.average.average`.
+
+    Attributes:
+        tuned: the name of the tuned model in its run.
 
     Raises UserError for a folder that is no run with a model, or whose pretrained folder is gone.
     """
@@ -60,6 +63,8 @@ class Chat:
         trust: bool = False,
         verify: bool = False,
     ) -> None:
+        if (run / CONFIG).is_file() and (run / AVERAGE / "model").is_dir():
+            run /= AVERAGE
         own = run / "model" if (run / "model").is_dir() else run  # of RUN/average
         is_model = not (run / CONFIG).is_file() and any((own / name).is_file() for name in (HF_CONFIG, ADAPTER_CONFIG))
         cfg = read_config(run.resolve().parent if is_model else run, base, _UNUSED, trust=trust)
@@ -74,6 +79,7 @@ class Chat:
         self._place = Parallel(distributed.local_device(cfg.device))
         self._tokenizer = build(cfg.tokenizer, "tokenizer")
         folder = own if is_model else tuned_folder(run)
+        self.tuned = (run.resolve() if is_model else folder).name
         for each in (folder, pretrained):
             check_export(each, by_digest=verify)
         with tempfile.TemporaryDirectory(prefix="finch_chat_") as merged:
@@ -132,7 +138,7 @@ def talk(chat: Chat, prompt: str | None, console: Console) -> None:
             turns += [text, answer]
         is_piped = prompt is None and not sys.stdin.isatty()  # nobody sees what was typed
         title = Text(printable(f"prompt> {text}")) if is_piped else None
-        table = Table("pretrained", "tuned", expand=True, title=title, title_justify="left", title_style="bold")
+        table = Table("pretrained", f"tuned ({chat.tuned})", expand=True, title=title, title_justify="left", title_style="bold")
         table.add_row(Text(printable(base)), Text(printable(tuned)))
         console.print(table)
         if prompt is not None:

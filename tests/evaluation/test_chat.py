@@ -49,7 +49,7 @@ def test_answers_are_those_of_transformers(run, base_folder, capsys, monkeypatch
     talk(chat, None, console)
     typed_text, _, table = out.getvalue().partition("\n")  # shown where the input is no terminal, which has it already
     assert typed_text.split() == ["prompt>", *PROMPT.split()]
-    assert "pretrained" in table
+    assert "tuned (epoch_0)" in table
     code, text, _ = finch(capsys, "chat", str(run), "--prompt", PROMPT, "--max-new-tokens", "6")
     assert code == 0
     assert text.split() == table.split()
@@ -67,7 +67,7 @@ def test_turns_are_kept_until_they_are_cleared(run, base_folder, monkeypatch):
     console = Console(file=io.StringIO(), width=80)
     typed = iter([PROMPT, "bird " * 500, "and the sea", "/clear", "and the sea", ""])
     monkeypatch.setattr(console, "input", lambda _: next(typed))
-    talk(SimpleNamespace(answers=answers), None, console)
+    talk(SimpleNamespace(answers=answers, tuned="epoch_0"), None, console)
     assert "give a shorter one, or type /clear" in " ".join(console.file.getvalue().split())  # and the chat goes on
     first = [greedy(base_folder, run), greedy(run / "epoch_0", run)]
     assert asked == [
@@ -85,6 +85,8 @@ def test_turns_are_kept_until_they_are_cleared(run, base_folder, monkeypatch):
 
 def test_control_characters_are_shown_escaped(capsys):
     class Model:
+        tuned = "average"
+
         def answers(self, *_):
             return "a\x1b[2J\x9b1m\u202eb", "c\nd\ue000\u200d"
 
@@ -115,5 +117,7 @@ def test_an_average_is_asked_as_its_run(run, tmp_path):
     shutil.copy(run / "config.yaml", tmp_path / "run")
     shutil.copytree(run / "epoch_0", tmp_path / "run/average/model")
     expected = Chat(run, None, **OPTIONS).answers(PROMPT)
-    assert Chat(tmp_path / "run/average", None, **OPTIONS).answers(PROMPT) == expected
+    for folder in (tmp_path / "run", tmp_path / "run/average"):  # the run has no other model
+        chat = Chat(folder, None, **OPTIONS)
+        assert (chat.answers(PROMPT), chat.tuned) == (expected, "average")
     assert Chat(run / "epoch_0", None, **OPTIONS).answers(PROMPT) == expected
