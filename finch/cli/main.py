@@ -34,7 +34,9 @@ _COMMANDS = {
             "what runs have learned and what they have forgotten, as a page and tables",
         ),
     },
-    "look up": {"list": ("cli.lists", "methods, models, and the keys of a config; configs, to be shown and copied")},
+    "look up": {
+        "list": ("plan.commands.lists", "methods, models, and the keys of a config; configs, to be shown and copied")
+    },
     "machine and cluster": {
         "doctor": ("plan.commands.doctor", "check the installed packages and the machine"),
         "slurm": ("integrations.commands.slurm", "submit a run of TorchTitan as a Slurm job"),

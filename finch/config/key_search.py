@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
-from finch.base.errors import UserError
 from finch.config.instantiate import did_you_mean
 from finch.config.schema import COMPONENTS, REQUIRED, SECTIONS, Key, Keys, Lora, keys
 
@@ -114,40 +113,6 @@ def format_default(key: Key) -> str:
 def shown_keys(model: type[Keys]) -> dict[str, Key]:
     """The keys that are listed: those of a block, such as ``checkpoint.every_n_steps``, in place of the block."""
     return {name: key for name, key in keys(model).items() if key.is_named or not key.block}
-
-
-def format_keys(word: str | None = None) -> str:
-    """A line for each key of both recipes and of finch's components, or for those whose name or description contains ``word``.
-
-    Raises:
-        UserError: no key contains it; names the nearest one.
-    """
-    sections = {title: shown_keys(model) for title, model in SECTIONS.items()}
-    sections["LoRA (finch_lora_finetune)"] = shown_keys(Lora)
-    sections["_component_: torch.optim.AdamW"] = ADAMW
-    for model in COMPONENTS:
-        sections[f"_component_: {model.component}"] = {f"{model.key}.{name}": key for name, key in keys(model).items()}
-    known = [name for section in sections.values() for name in section]
-    for title, section in sections.items():
-        component = title.partition("_component_: ")[2]
-        sections[title] = {
-            name: key
-            for name, key in section.items()
-            if (word or "").lower() in f"{name} {key.help} {component}".lower()
-        }
-    if not any(sections.values()):
-        by_last_name = {name.rpartition(".")[2]: name for name in known}
-        hint = key_hint(str(word), [], by_last_name) or did_you_mean(str(word), known)
-        raise UserError(f"no key contains {word}{hint or '; `finch list keys` lists them'}")
-    width = max(len(name) for section in sections.values() for name in section)
-    lines: list[str] = []
-    for title, section in sections.items():
-        lines += ["", title] if section else []
-        for name, key in section.items():
-            default = format_default(key)
-            note = default if key.default is REQUIRED else f"default: {default}"
-            lines.append(f"  {name:<{width}}  {key.help} [{key.expected}; {note}]")
-    return "\n".join(lines[1:])
 
 
 def recipe_help(recipe: str, model: type[Keys]) -> str:

@@ -91,7 +91,7 @@ class Samples(Dataset[Any]):
             ignored = torch.full_like(labels, IGNORE_INDEX) if is_tensor else [IGNORE_INDEX] * len(labels)
             return self._with_reference_losses({**self.data[0], "labels": ignored}, index)
         try:
-            return self._with_reference_losses(self.data[index], index)
+            return self._with_reference_losses(_row_by_row(self.data[index]), index)
         except Exception as error:  # a row can break any library's transform or tokenizer
             raise UserError(
                 f"{self.key}: {self.row(index)} cannot be used ({self.reason(index, error)}); fix or remove that row"
@@ -140,6 +140,14 @@ class Samples(Dataset[Any]):
 
     def _with_reference_losses(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
         return sample if self.reference_losses is None else {**sample, REFERENCE_LOSSES: self.reference_losses(index)}
+
+
+def _row_by_row(sample: dict[str, Any]) -> dict[str, Any]:
+    """The sample; in a pack, the first token of each row is no target, since the token before it is another row's."""
+    if "seq_lens" not in sample:
+        return sample
+    starts = torch.as_tensor(sample["seq_lens"]).cumsum(0)[:-1]
+    return {**sample, "labels": torch.as_tensor(sample["labels"]).index_fill(0, starts, IGNORE_INDEX)}
 
 
 def row_lengths(sample: Mapping[str, Any]) -> list[int]:

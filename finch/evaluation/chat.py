@@ -138,7 +138,9 @@ def talk(chat: Chat, prompt: str | None, console: Console) -> None:
             turns += [text, answer]
         is_piped = prompt is None and not sys.stdin.isatty()  # nobody sees what was typed
         title = Text(printable(f"prompt> {text}")) if is_piped else None
-        table = Table("pretrained", f"tuned ({chat.tuned})", expand=True, title=title, title_justify="left", title_style="bold")
+        table = Table(
+            "pretrained", f"tuned ({chat.tuned})", expand=True, title=title, title_justify="left", title_style="bold"
+        )
         table.add_row(Text(printable(base)), Text(printable(tuned)))
         console.print(table)
         if prompt is not None:

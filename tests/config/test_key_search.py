@@ -1,14 +1,12 @@
 """The keys as text, and what an unknown key's error suggests."""
 
-import re
-
 import pytest
-from helpers.runs import MINIMAL, finch
+from helpers.runs import MINIMAL
 from omegaconf import OmegaConf
 
 from finch.base.errors import UserError
-from finch.config.key_search import ADAMW, OTHER_NAMES, format_keys, shown_keys
-from finch.config.schema import COMPONENTS, FullFinetuneKeys, LoraFinetuneKeys, keys
+from finch.config.key_search import OTHER_NAMES
+from finch.config.schema import FullFinetuneKeys, LoraFinetuneKeys
 from finch.config.validation import check
 
 FINCH = {"_component_": "finch.FinchLR", "eta_max": 5e-5}
@@ -58,37 +56,3 @@ def test_other_names_are_no_keys_and_name_existing_ones():
     for text in OTHER_NAMES.values():
         named = [part.partition("=")[0].rstrip(",;") for part in text.removeprefix("use ").split()]
         assert any(name.partition(".")[0] in known for name in named) or "leave it out" in text
-
-
-def test_keys_lists_all_keys(capsys):
-    out = finch(capsys, "list", "keys")[1]
-    listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
-    arguments = [f"{model.key}.{name}" for model in COMPONENTS for name in keys(model)]
-    assert sorted(listed) == sorted([*shown_keys(LoraFinetuneKeys), *ADAMW, *arguments])
-    assert "[True, False, auto or PATH; default: False]" in out
-
-
-@pytest.mark.parametrize(
-    ("word", "listed"),
-    [
-        ("N_Minutes", "checkpoint.every_n_minutes"),
-        ("the paper clips", "clip_grad_norm"),
-        ("eta_max", "lr_scheduler.eta_max"),
-        ("optimizer.lr", "optimizer.lr lr_scheduler.eta_base"),
-        ("lora_rank", "model.lora_rank model.lora_alpha"),
-        ("objectives.TALR", "loss.tau loss.w_min"),
-    ],
-)
-def test_keys_searches_names_and_descriptions(capsys, word, listed):
-    code, out, _ = finch(capsys, "list", "keys", word)
-    assert code == 0
-    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == listed.split()
-
-
-@pytest.mark.parametrize(
-    "word",
-    ["epocs, did you mean epochs", "eta_mx, did you mean lr_scheduler.eta_max", "learning_rate; use optimizer.lr"],
-)
-def test_keys_says_what_to_search_for(word):
-    with pytest.raises(UserError, match=f"^no key contains {word}"):
-        format_keys(re.split("[,;]", word)[0])

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import tomllib
 from importlib import metadata
+from unittest import mock
 
 import pytest
+from helpers.runs import ROOT, finch
 from packaging.requirements import Requirement
 
 from finch.plan.commands import doctor
@@ -41,3 +46,71 @@ def test_an_environment_of_an_install_line_has_no_problem(monkeypatch, capsys, e
     assert used >= set(filter(None, extras.split(",")))
     names.discard("torchao")
     assert bool(list(doctor._package_problems([]))) == ("torchtune" in extras)
+
+
+@pytest.fixture
+def doctor_says(capsys, monkeypatch):
+    """(exit code, report) of `finch doctor`; by itself, room on the disk is no problem."""
+    monkeypatch.setattr(doctor, "COMFORTABLE_FREE_BYTES", 0)
+    return lambda *arguments: finch(capsys, "doctor", *arguments)[:2]
+
+
+def test_doctor_finds_no_problems_here(doctor_says):
+    code, out = doctor_says()
+    assert code == 0, out
+    assert "no problems found" in out
+    assert [
+        word for word in ("python ", "torch ", "torchao ", "backends ", "gloo", "free disk") if word not in out
+    ] == []
+    packages = [line.split()[0] for line in out.partition("optional packages")[0].splitlines() if line]
+    assert len(packages) == len(set(packages))  # transformers, which two extras need, is one line
+
+
+def test_full_doctor_runs_torchs_report_and_pip_check(doctor_says, monkeypatch):
+    started = []
+    monkeypatch.setattr(doctor.subprocess, "call", lambda command: started.append(command[2:]) or len(started) - 1)
+    code, out = doctor_says("--full")
+    assert (code, started) == (1, [["torch.utils.collect_env"], ["pip", "check"]])
+    assert out.endswith("problem: pip check has failed; its output is above\n")
+
+
+REQUIRES = [
+    "torch>=2.11",
+    "tomli>=2; python_version < '3.0'",
+    "torchtune<0.8,>=0.6.1; extra == 'torchtune'",
+    "torchao<0.16,>=0.13; extra == 'torchtune'",
+    "datasets>=4.1; extra == 'torchtune'",
+    "nothing-such>=1; extra == 'wandb'",
+    "finch-finetune[torchtune]; extra == 'all'",
+    "nothing-such>=1; extra == 'dev'",
+]
+
+
+def test_doctor_names_problems_and_their_fixes(doctor_says, monkeypatch):
+    versions = {"torchao": "0.17.0", "datasets": None, "wandb": None}
+    installed = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, installed(name)))
+    extras = mock.Mock(get_all=lambda _: ["torchtune", "wandb", "all", "dev"])
+    monkeypatch.setattr(doctor.metadata, "requires", lambda _: REQUIRES)
+    monkeypatch.setattr(doctor.metadata, "metadata", lambda _: extras)
+    monkeypatch.setattr(doctor, "COMFORTABLE_FREE_BYTES", 2e9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 10**9))
+    code, out = doctor_says()
+    assert code == 1
+    assert "problem: torchao 0.17.0 is outside <0.16,>=0.13: pip install 'torchao<0.16,>=0.13'" in out
+    assert "problem: datasets is missing: pip install 'datasets>=4.1'" in out
+    assert "problem: 1 GB are free here" in out
+    assert out.count("problem: ") == 3
+    assert re.search(r"^torchtune +installed +the recipes, and", out, re.MULTILINE)
+    assert re.search(r"^wandb +pip install .*\[wandb\]' +metric_logger=wandb$", out, re.MULTILINE)
+    assert "tomli" not in out
+    versions["torchtune"] = None  # without it the packages of its extra are of no concern
+    _, out = doctor_says()
+    assert out.count("problem: ") == 1
+    assert "torchao" not in out
+    assert re.search(r"^torchtune +pip install .*\[torchtune\]' +the recipes, and", out, re.MULTILINE)
+
+
+def test_doctor_says_what_every_extra_is_for():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert sorted(doctor.PURPOSES) == sorted(set(extras) - {doctor.CONTRIBUTOR_EXTRA})

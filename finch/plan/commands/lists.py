@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from finch.base.errors import UserError
 from finch.base.extras import require_extras
 from finch.cli.arguments import containing
-from finch.cli.configs import copy_config, show_config
 from finch.config.instantiate import config_names, grid_names
+from finch.plan.configs import copy_config, show_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,10 +60,37 @@ def _models(word: str) -> str:
 
 
 def _keys(word: str) -> str:
+    """A line for each key of both recipes and of finch's components, or for those whose name or description contains ``word``. Raises UserError
+    if none does, with the nearest one."""
     require_extras("finch list keys", "torchtune")
-    from finch.config.key_search import format_keys
+    from finch.config.instantiate import did_you_mean
+    from finch.config.key_search import ADAMW, format_default, key_hint, shown_keys
+    from finch.config.schema import COMPONENTS, REQUIRED, SECTIONS, Lora, keys
 
-    return format_keys(word or None)
+    sections = {title: shown_keys(model) for title, model in SECTIONS.items()}
+    sections["LoRA (finch_lora_finetune)"] = shown_keys(Lora)
+    sections["_component_: torch.optim.AdamW"] = ADAMW
+    for model in COMPONENTS:
+        sections[f"_component_: {model.component}"] = {f"{model.key}.{name}": key for name, key in keys(model).items()}
+    known = [name for section in sections.values() for name in section]
+    for title, section in sections.items():
+        component = title.partition("_component_: ")[2]
+        sections[title] = {
+            name: key for name, key in section.items() if word.lower() in f"{name} {key.help} {component}".lower()
+        }
+    if not any(sections.values()):
+        by_last_name = {name.rpartition(".")[2]: name for name in known}
+        hint = key_hint(word, [], by_last_name) or did_you_mean(word, known)
+        raise UserError(f"no key contains {word}{hint or '; `finch list keys` lists them'}")
+    width = max(len(name) for section in sections.values() for name in section)
+    lines: list[str] = []
+    for title, section in sections.items():
+        lines += ["", title] if section else []
+        for name, key in section.items():
+            default = format_default(key)
+            note = default if key.default is REQUIRED else f"default: {default}"
+            lines.append(f"  {name:<{width}}  {key.help} [{key.expected}; {note}]")
+    return "\n".join(lines[1:])
 
 
 def _configs(word: str) -> str:
