@@ -18,6 +18,21 @@ from finch.evaluation.tasks.parsers import confidence_of, letter_of
         ("B", ("The answer is B because A is a solvent.", "The answer is not A, it is B", "Option B is right")),
         ("B", ("A. one\nB. two\nC. three\nD. four\n\nThe answer is B.", "A compound with C-H bonds, so B")),
         ("B", ("<think>The answer is A</think>\nB", "The answer is a polymer: B")),
+        ("B", ("Answer: I think it is B.", "Answer: I would say B.", "the answer is: 'B'", "(b)", "b) text", "b")),
+        (
+            "C",
+            ("The correct answer is C. Answer A is incorrect because", "Correct answer: C\nIncorrect answers: A, B, D"),
+        ),
+        (
+            "C",
+            (
+                "The answer is C because the answer A assumes an ideal gas.",
+                "**C is correct.** Options A, B and D are wrong.",
+            ),
+        ),
+        ("C", ("C is the correct answer because D has a lower value.", "The answer is C; A is not correct")),
+        ("B", ("B) text\n\nExplanation:\nA. wrong\nC. wrong\nD. wrong", "A. one\n\nB. two\n\nC. three\n\nB")),
+        ("A", ("The answer is A because it binds.", "Answer: A since B is a salt.", "answer A")),
     ],
 )
 def test_letter_is_the_last_stated_one(letter: str, texts: tuple[str, ...]) -> None:
@@ -28,11 +43,17 @@ def test_letter_is_the_last_stated_one(letter: str, texts: tuple[str, ...]) -> N
     "texts",
     [
         ("", "   ", "no idea", "Because", "It's 42.", "abcd"),
-        ("A polymer", "A small molecule is formed.", "the answer is a mixture of water and salt"),
+        (
+            "A polymer",
+            "A small molecule is formed.",
+            "the answer is a mixture of water and salt",
+            "Answer: A covalent bond",
+        ),
+        ("<think>Answer A looks right. So the answer is A",),
         ("E", "The answer is E", "The answer is E, since A is wrong"),
         ("CO2 and H2O", "C-H bond", "Answer: Benzene", "Answer: Dimethyl ether"),
     ],
-    ids=["no letter", "article", "no option", "part of a word"],
+    ids=["no letter", "article", "cut off", "no option", "part of a word"],
 )
 def test_letter_is_none_where_none_is_stated(texts: tuple[str, ...]) -> None:
     assert {text: letter_of(text) for text in texts} == dict.fromkeys(texts)
@@ -54,6 +75,22 @@ def test_letter_is_one_of_the_options() -> None:
         (75, ("In 1990 it was 12. Confidence: 75", "Confidence: 75, since the events of 1990 are well known")),
         (75, ("Confidence: 40. On reflection, confidence: 75", "<think>Confidence: 10</think>\nConfidence: 75")),
         (50, ("Confidence: .5",)),
+        (85, ("Confidence: 85. I am confident because of 3 sources", "Confidence - 85", "B (85)", "Answer: B, 85")),
+        (
+            85,
+            (
+                "Confidence: 85\nI am very confident, since in 1969 it was.",
+                "I am 85% confident that it is B (option 2).",
+            ),
+        ),
+        (
+            95,
+            (
+                "Confidence level between 0 and 100: 95",
+                "Confidence: on a scale from 0 to 100, 95",
+                "0-100 confidence: 95",
+            ),
+        ),
         (100, ("Confidence: 1.0", "Confidence: 100")),
         (0.5, ("Confidence: 0.5%",)),
         (1, ("Confidence: 1",)),
