@@ -251,6 +251,6 @@ def _read(body: str, request: ChatRequest) -> tuple[str, int, str]:
         problem = "" if text else "the answer is empty"
         if choice.get("finish_reason") == "length":
             text, problem = "", f"the answer was cut off at {request.max_tokens} tokens"
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         problem = f"its answer is not a chat completion: {body[:80]!r}"
     return text, used if isinstance(used, int) and used > 0 else request.token_limit, problem

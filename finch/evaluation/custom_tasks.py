@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +14,6 @@ from finch.evaluation.tasks.task import Records, Task
 CUSTOM = "custom"
 """The suite of such tasks."""
 _HEADLINES = ("acc_norm", "acc", "exact_match")
-_NUM_SHOWN = 8
-"""Documents by which a changed task is noticed."""
 
 
 def check_name(name: str, manager: Any) -> None:
@@ -67,15 +65,12 @@ def custom_task(name: str, manager: Any, *, is_new: bool, has_chat_template: boo
 
 
 def _digest(parts: Mapping[str, Any]) -> str:
-    """Of the first prompts and answers: a task's file may change, and its rows."""
+    """Of all settings and documents: a task's file may change, and its rows."""
     from finch.evaluation.loading import SHORT, hash_values  # here: torch is imported only where a task is loaded
 
-    shown = [
-        [str(part.doc_to_text(document)), str(part.doc_to_target(document))]
-        for part in parts.values()
-        for document in itertools.islice(part.eval_docs, _NUM_SHOWN)
-    ]
-    return hash_values(shown)[:SHORT]
+    settings = {name: {**part.dump_config(), "metadata": None} for name, part in parts.items()}  # it has the data root
+    documents = [str(document) for part in parts.values() for document in part.eval_docs]
+    return hash_values(re.sub(r" at 0x[0-9a-f]+", "", repr(settings)), documents)[:SHORT]  # functions have addresses
 
 
 def _samples(records: Records, metric: str) -> list[Sample]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finch.base.errors import UserError
+from finch.distributed.parallel import launched_ranks
 from finch.evaluation.tasks.lm_eval_tasks import SUBJECTS
 from finch.evaluation.tasks.task import Record, Task
 
@@ -80,6 +81,10 @@ class Harness:
                     f"{task.name}: its data cannot be loaded ({reason}); give --data-root, or check the network"
                 ) from error
             for part in self._parts[task.name].values():
+                if len(part.eval_docs) < launched_ranks():
+                    raise UserError(
+                        f"{task.name}: {part.config.task} has {len(part.eval_docs)} documents, fewer than --nproc_per_node={launched_ranks()}; start fewer ranks"
+                    )
                 if part.config.num_fewshot is None:
                     part.set_config(key="num_fewshot", value=0)
                 part.set_fewshot_seed(seed=SHOTS_SEED)
@@ -111,21 +116,23 @@ class Harness:
         random.seed(SEED)
         np.random.seed(NUMPY_SEED)
         torch.manual_seed(TORCH_SEED)
+        is_chat = task.uses_chat_template and self.has_chat_template
+        model.add_bos_token = False if is_chat else None  # the template has written it, or training had none
         results = lm_eval.evaluate(
             lm=model,
             task_dict={"tasks": self._parts[task.name], "groups": {}, "group_map": {}},
             limit=self._documents_limit(task),
             bootstrap_iters=0,
             log_samples=True,
-            apply_chat_template=task.uses_chat_template and self.has_chat_template,
+            apply_chat_template=is_chat,
         )
         return None if results is None else results["samples"]
 
     def _documents_limit(self, task: Task) -> int | None:
-        """Of each lm-eval task: MMLU's subjects share the task's limit, other parts of a task have the same documents."""
+        """Of each lm-eval task: MMLU's subjects share the task's limit, with a document for each rank at least, other parts of a task have the same documents."""
         if self._limit is None or not task.is_divided:
             return self._limit
-        return math.ceil(self._limit / len(self._parts[task.name]))
+        return max(math.ceil(self._limit / len(self._parts[task.name])), launched_ranks())
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:

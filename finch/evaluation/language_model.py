@@ -200,7 +200,7 @@ class LanguageModel(HFLM):
     ) -> None:
         # Lengths, sampling and penalties are the task's, not the folder's: generate() takes from here what a call leaves open.
         special = {name: getattr(model.generation_config, name) for name in _SPECIAL_TOKENS}
-        self._answer_prefix, self._user_header, closing = _around_answer(tokenizer)
+        self._answer_prefix, self._ends_of_text, closing = _around_answer(tokenizer)
         ends = special["eos_token_id"]
         ends = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id, *closing]
         # Base and tuned stop alike.
@@ -312,7 +312,7 @@ class LanguageModel(HFLM):
             groups.setdefault(repr(request.args[1]), []).append(index)
         for indices in groups.values():
             settings = dict(normalize_gen_kwargs(dict(requests[indices[0]].args[1]), self.max_gen_toks))
-            settings["until"] = [*settings["until"], *self._user_header]
+            settings["until"] = [*settings["until"], *self._ends_of_text]
             room = min(settings["max_gen_toks"], self.max_length // 2)
             if room < settings["max_gen_toks"] and self._ranks.is_rank_zero:
                 logger.warning(
@@ -392,8 +392,8 @@ class LanguageModel(HFLM):
 
 
 def _around_answer(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str], list[int]]:
-    """A chat template's spaces before an answer; the plain text, such as ``User:``, of the next turn that a pretrained model goes on with; and
-    the special token that ends an answer, which may be another than the model's own end."""
+    """A chat template's spaces before an answer; the texts that end one, such as ``User:`` of the next turn that a pretrained model goes on with;
+    and the added token that ends an answer, which may be another than the model's own end."""
     if tokenizer.chat_template is None:
         return "", [], []
     user, answer = {"role": "user", "content": "\ue000"}, {"role": "assistant", "content": "\ue001"}
@@ -405,10 +405,11 @@ def _around_answer(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str], 
     before, _, after = whole.partition("\ue001")
     lead = before.removeprefix(prompt)
     header = after.partition("\ue000")[0].rpartition("\n")[2]
-    closing = [
-        number for number, token in tokenizer.added_tokens_decoder.items() if after.lstrip().startswith(token.content)
-    ]
-    return "" if lead.strip() else lead, [f"\n{header.strip()}"] if header.endswith(": ") else [], closing
+    added = tokenizer.added_tokens_decoder
+    closing = [number for number, token in added.items() if after.lstrip().startswith(token.content)]
+    ends = [added[number].content for number in closing if not added[number].special]  # which decoding keeps
+    ends += [f"\n{header.strip()}"] if header.endswith(": ") else []
+    return "" if lead.strip() else lead, ends, closing
 
 
 def _run_in_memory(run: Callable[[list[Any]], list[Any]], batch: list[Any]) -> list[Any]:

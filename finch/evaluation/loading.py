@@ -7,10 +7,11 @@ merged model answers faster.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
+import re
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +35,15 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _STORED = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
+PROMPT_DAY = datetime.date(2024, 7, 26)
+"""That of all prompts whose template writes today's: those of a base, a tuned model and a later evaluation are the same. Llama 3's own default."""
+
+_TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+
 SHORT = 12
 """Digits of a hash in a folder's name."""
 
-_TIMEOUT = timedelta(weeks=1)  # a rank with short answers waits for one with long ones
+_TIMEOUT = datetime.timedelta(weeks=1)  # a rank with short answers waits for one with long ones
 
 
 def join_ranks(device: str | None) -> Parallel:
@@ -113,7 +119,13 @@ def load_tokenizer(folder: Path, option: str) -> PreTrainedTokenizerBase:
         ) from error
     if isinstance(tokenizer.chat_template, str):
         try_template(tokenizer.chat_template, tokenizer.special_tokens_map, folder)
+        tokenizer.chat_template = on_prompt_day(tokenizer.chat_template)
     return tokenizer
+
+
+def on_prompt_day(template: str) -> str:
+    """A chat template that writes ``PROMPT_DAY`` in place of today."""
+    return _TODAY.sub(lambda call: repr(PROMPT_DAY.strftime(call[2])), template)
 
 
 def shared_tokenizer(base: ModelFolder, tuned: Sequence[ModelFolder]) -> PreTrainedTokenizerBase:
@@ -132,6 +144,7 @@ def shared_tokenizer(base: ModelFolder, tuned: Sequence[ModelFolder]) -> PreTrai
             template = read_chat_template(folder.path)
             if template is not None:
                 try_template(template, tokenizer.special_tokens_map, folder.path)
+                template = on_prompt_day(template)
         else:
             own = load_tokenizer(folder.path, folder.option)
             template = own.chat_template
@@ -198,6 +211,13 @@ def hash_weights(folder: ModelFolder) -> str:
 def hash_values(*values: Any) -> str:
     """SHA-256 of values that JSON can hold; the order of a mapping's keys does not count."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+def hash_prompts(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Of what makes tokens of a task's text."""
+    # In earlier versions a chat had the tokens that the template does not write.
+    rules = ["added tokens"] if tokenizer.chat_template is not None and tokenizer.encode("") else []
+    return hash_values(hash_vocabulary(tokenizer), tokenizer.chat_template, *rules)
 
 
 def hash_vocabulary(tokenizer: PreTrainedTokenizerBase) -> str:

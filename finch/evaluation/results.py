@@ -66,6 +66,7 @@ class TaskResult:
         chance: the score of a model that guesses; None where there is no such number.
         is_higher_better: False for errors such as Brier's.
         others: further metrics by name.
+        rows: hash of the local files that its documents are from; None: of the hub, or of a task of lm-eval's.
         unit: ``points``: scores are fractions; ``nats``: they are losses or divergences in nats per token.
     """
 
@@ -79,6 +80,7 @@ class TaskResult:
     is_higher_better: bool = True
     others: dict[str, float | None] = field(default_factory=dict)
     unit: str = POINTS
+    rows: str | None = None
 
 
 @dataclass(frozen=True)

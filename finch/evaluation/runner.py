@@ -25,7 +25,7 @@ from finch.base.progress import EvaluationProgress
 from finch.distributed.parallel import Parallel
 from finch.evaluation.harness import Harness
 from finch.evaluation.judge import answers_definition
-from finch.evaluation.loading import SHORT, hash_values, hash_vocabulary, hash_weights, load_model
+from finch.evaluation.loading import SHORT, hash_prompts, hash_values, hash_weights, load_model
 from finch.evaluation.model_folders import ModelFolder, training_questions
 from finch.evaluation.results import SuiteResult, TaskResult, read_result, write_result
 from finch.evaluation.tasks.task import Task, scored
@@ -76,7 +76,7 @@ class Evaluation:
             "limit": options.limit,
             "data": "hub" if options.data_root is None else str(options.data_root.resolve()),
             "prompt": "chat template" if harness.has_chat_template else "plain prompt",
-            "tokenizer": hash_values(hash_vocabulary(harness.tokenizer), harness.tokenizer.chat_template)[:SHORT],
+            "tokenizer": hash_prompts(harness.tokenizer)[:SHORT],
         }
         hashes = self._of_first(lambda: [hash_weights(folder) for folder in folders])
         self.targets = [
@@ -183,9 +183,11 @@ class Evaluation:
         done = result.tasks.get(task.name)
         if done is None or answers_definition(done.definition) != task.definition(self._harness.has_chat_template):
             return False
-        samples, root = target.output / done.samples, self._options.data_root
-        rows = [] if root is None else [path for source in task.sources for path in source.files(root)]
-        return samples.is_file() and all(path.stat().st_mtime <= samples.stat().st_mtime for path in rows)
+        return (target.output / done.samples).is_file() and done.rows == self._rows_of(task)
+
+    def _rows_of(self, task: Task) -> str | None:
+        root = self._options.data_root
+        return None if root is None else task.hash_rows(root)
 
     def _evaluate(self, target: Target, tasks: Sequence[Task], progress: EvaluationProgress) -> None:
         from finch.evaluation.language_model import AnswerCache, LanguageModel
@@ -243,6 +245,7 @@ class Evaluation:
             chance=task.chance,
             is_higher_better=task.is_higher_better,
             others=task.others(samples),
+            rows=self._rows_of(task),
         )
         earlier = self._usable(target, task.suite)
         suite = SuiteResult(

@@ -23,7 +23,7 @@ class Skill:
             tokenizer's model the rise of their loss, in nats per character.
         n: prompts.
         before, after: accuracies of the base and the tuned model; None where the skill has no right answers.
-        change, change_low, change_high: their difference and its paired interval; ``change_low`` is None where all rows changed alike.
+        change, change_low, change_high: their difference and its paired interval; ``change_low`` is None where no row has changed.
         n_choices: questions.
         moved: ``prompt``, ``before`` and ``after`` of those that moved most: the answers of both models.
     """
@@ -60,7 +60,9 @@ def compare(tuned: Path) -> list[Skill]:
         )
         if other:
             delta = paired_delta(one, other)
-            low, high = (None, None) if math.isnan(delta.low) else (delta.low, delta.high)  # no row has changed
+            low, high = delta.low, delta.high
+            if math.isnan(low):  # all rows have changed alike, or none has
+                low = high = delta.mean or None
             accuracy = {"before": before.tasks[name].others["accuracy"], "after": task.others["accuracy"]}
             accuracy |= {"change": delta.mean, "change_low": low, "change_high": high, "n_choices": delta.n}
         moved = [{key: one[key] for key in ("prompt", "before", "after")} for one in samples if "prompt" in one]

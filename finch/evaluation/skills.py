@@ -30,7 +30,7 @@ from finch.base.log import logger
 from finch.base.progress import Progress
 from finch.data.prompts import Sample, plain, prompt_turns, tokenize_prompts
 from finch.data.skills import skill_rows
-from finch.evaluation.loading import SHORT, hash_values, hash_weights, load_model
+from finch.evaluation.loading import PROMPT_DAY, SHORT, hash_values, hash_weights, load_model
 from finch.evaluation.model_folders import ModelFolder
 from finch.evaluation.results import (
     NATS,
@@ -85,7 +85,7 @@ def read_skills(folder: ModelFolder, limit: int | None) -> SkillRows:
     rows = skill_rows()
     rows = rows if limit is None else rows[: limit * len({row["skill"] for row in rows})]  # one of each skill in turn
     has_tokenizer = (folder.path / TOKENIZER).is_file() or folder.base is None
-    tokenizer = auto_tokenizer(str(folder.path if has_tokenizer else folder.base))
+    tokenizer = auto_tokenizer(str(folder.path if has_tokenizer else folder.base), date=str(PROMPT_DAY))
     transform = SFTTransform(model_transform=tokenizer)
     prompts = tokenize_prompts("skills", "finch's rows", rows, tokenizer, limit=None, max_new_tokens=MAX_NEW_TOKENS)
     choices: list[list[Sample]] = []

@@ -16,9 +16,11 @@ class Manager:
     def __init__(self, *metrics, kind="multiple_choice", parts=("arc_easy",)):
         listed = [{"metric": metric, "higher_is_better": True} for metric in metrics]
         config = SimpleNamespace(metric_list=listed, num_fewshot=5)
-        self.prompts = [f"{name}?" for name in "abcdefghij"]
-        texts = {"doc_to_text": self.prompts.__getitem__, "doc_to_target": lambda number: number % 4}
-        part = SimpleNamespace(config=config, OUTPUT_TYPE=kind, eval_docs=range(10), **texts)
+        self.documents = [{"question": f"{name}?"} for name in "abcdefghij"]
+        self.settings = {"doc_to_choice": ["yes", "no"]}
+        part = SimpleNamespace(
+            config=config, OUTPUT_TYPE=kind, eval_docs=self.documents, dump_config=lambda: self.settings
+        )
         self._parts = dict.fromkeys(parts, part)
         self.task_index = {"arc_easy": None}
 
@@ -37,9 +39,11 @@ def test_headline_is_the_normalized_accuracy():
     assert re.fullmatch(
         r"arc_easy of lm-eval \([0-9a-f]{12}\), acc_norm; 5-shot; no chat template", task.definition(True)
     )
-    other = Manager("acc", "acc_norm")
-    other.prompts[3] = "D?"
-    assert custom_task("arc_easy", other, is_new=True, has_chat_template=True).measure != task.measure
+    others = [Manager("acc", "acc_norm") for _ in range(3)]
+    others[1].documents[9] = {"question": "J?"}
+    others[2].settings["doc_to_choice"] = ["yes", "never"]
+    measures = [custom_task("arc_easy", each, is_new=True, has_chat_template=True).measure for each in others]
+    assert [measure == task.measure for measure in measures] == [True, False, False]
     samples = task.samples({"arc_easy": [record(1, acc=1, acc_norm=0.0), record(0, acc=0, acc_norm=1.0)]})
     found = [(sample["doc_id"], sample["score"], sample["responses"]) for sample in samples]
     assert found == [(0, 1.0, [-1.5]), (1, 0.0, [-1.5])]

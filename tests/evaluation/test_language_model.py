@@ -1,6 +1,7 @@
 """The harness's model: log-likelihoods and texts against plain transformers, batches, memory, and numbers that are not finite."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from finch.evaluation.language_model import (
     group_rows,
     logits_to_keep,
 )
+from finch.evaluation.loading import on_prompt_day
 
 
 @pytest.fixture
@@ -151,6 +153,23 @@ def test_answer_ends_where_a_plain_user_turn_begins(make, monkeypatch, template,
     monkeypatch.setattr(lm, "_generate", lambda rows, requests: seen.extend(requests.values()) or [""])
     generate(lm, "the fox", until=["."], max_gen_toks=7)
     assert [request.args[1]["until"] for request in seen] == [[".", *ends]]
+
+
+def test_an_answer_ends_with_a_token_that_decoding_keeps(make, monkeypatch):
+    tokenizer_class = type(make().tokenizer)
+    closing = {0: SimpleNamespace(content="<|end|>", special=False)}
+    monkeypatch.setattr(tokenizer_class, "added_tokens_decoder", closing)
+    lm, seen = make(chat_template=PLAIN.replace("m.content", "m.content ~ '<|end|>'")), []
+    monkeypatch.setattr(lm, "_generate", lambda rows, requests: seen.extend(requests.values()) or [""])
+    generate(lm, "the fox", max_gen_toks=7)
+    assert "<|end|>" in seen[0].args[1]["until"]
+
+
+def test_the_templates_day_is_always_the_same(make):
+    template = on_prompt_day("{{ strftime_now('%d %b %Y') }}" + PLAIN)
+    assert (
+        make(chat_template=template).apply_chat_template([{"role": "user", "content": "a"}]).startswith("26 Jul 2024")
+    )
 
 
 def test_short_context_limits_the_answer(make, caplog):

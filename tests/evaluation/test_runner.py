@@ -2,11 +2,15 @@
 
 import fcntl
 import math
+import os
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
+import lm_eval
 import pytest
 import torch
 from helpers.evaluation import read_lines, write_data_root
@@ -15,10 +19,11 @@ from helpers.runs import ROOT, environment, finch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.tiny_text import WORDS
-from finch.evaluation import runner
+from finch.evaluation import harness, runner
 from finch.evaluation.language_model import LanguageModel
 from finch.evaluation.results import base_path, read_result, read_results, read_samples
 from finch.evaluation.statistics import paired_delta
+from finch.evaluation.tasks.registry import TASKS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -99,8 +104,27 @@ def test_edited_rows_are_evaluated_again(evaluate, data_root, tmp_path):
     evaluate("--data-root", copied)
     rows = copied / "hellaswag" / "validation.jsonl"
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))
+    os.utime(rows, (0, 0))  # as `cp -p` and `rsync -a` leave it
     assert "is reused: winogrande\n" in evaluate("--data-root", copied)
     assert read_result(only(tmp_path, "out/base-*/forgetting.json")).tasks["hellaswag"].n == 11
+
+
+def test_a_part_has_documents_for_each_rank(evaluate, monkeypatch):
+    monkeypatch.setattr(harness, "launched_ranks", lambda: 13)
+    printed = evaluate(expected_code=1)
+    assert "hellaswag: hellaswag has 12 documents, fewer than --nproc_per_node=13; start fewer ranks" in printed
+
+
+@pytest.mark.parametrize("uses_chat_template", [True, False])
+def test_a_chat_has_no_token_that_its_template_does_not_write(monkeypatch, uses_chat_template):
+    """Training has none either; plain text has the tokenizer's own."""
+    seen = []
+    monkeypatch.setattr(lm_eval, "evaluate", lambda lm, **_: seen.append(lm.add_bos_token))
+    task = replace(TASKS["hellaswag"], uses_chat_template=uses_chat_template)
+    manager = SimpleNamespace(load=lambda _: {"tasks": {}})
+    tokenizer = SimpleNamespace(chat_template="a template")
+    harness.Harness(manager, [task], tokenizer, None).evaluate(SimpleNamespace(), task)
+    assert seen == [False if uses_chat_template else None]
 
 
 def test_another_limit_is_another_result(evaluate, tmp_path):

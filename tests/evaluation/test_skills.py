@@ -15,6 +15,7 @@ from finch.data.skills import skill_rows
 from finch.evaluation import skills
 from finch.evaluation.loading import is_one_vocabulary
 from finch.evaluation.model_folders import find_base, find_tuned
+from finch.evaluation.results import SuiteResult, TaskResult, write_result
 from finch.evaluation.skill_changes import Skill, as_json, beyond, compare, table
 from finch.evaluation.skills import read_skills
 from finch.evaluation.skills_page import write_page
@@ -230,6 +231,7 @@ def test_command_prints_tables_or_json_and_is_a_gate(folders, tmp_path, capsys):
         (("--max-drop", "-1"), "--max-drop=-1.0 must be at least 0"),
         (("--limit", "7"), "--limit=7 must be at least 8"),
         (("--nproc_per_node", "2"), "--nproc_per_node=2 is for suites; skills are measured by one process"),
+        (("--batch-size", "4"), "--batch-size=4 is for suites; give --suite or --tasks, or leave it out"),
     ):
         code, _, err = finch(capsys, *given, *options)
         assert (code, problem in err) == (1, True), err
@@ -250,6 +252,19 @@ def test_gates_look_at_whole_intervals():
     assert beyond(FOUND, 0.1, None) == ["code: KL 0.500 [0.400, 0.600] is above --max-kl=0.1"]
     assert beyond(FOUND, None, 3) == ["code: accuracy fell by 25.0 points [10.0, 40.0], more than --max-drop=3"]
     assert beyond(FOUND, None, 12) == []
+
+
+def test_a_skill_that_all_rows_lost_is_beyond(tmp_path):
+    """Their paired differences are equal, which gives no interval by resampling."""
+    for folder, is_right in (("base", 1.0), ("lost", 0.0), ("kept", 1.0)):
+        samples = [{"doc_id": n, "doc_hash": "", "score": 0.1 * n, "right": is_right} for n in range(8)]
+        task = TaskResult("old", "kl", "", 0.35, 8, "skills.math.jsonl", others={"accuracy": is_right})
+        base = None if folder == "base" else "../base/skills.json"
+        result = SuiteResult("skills", folder, "", base is None, base, {}, {}, {"math": task})
+        write_result(tmp_path / folder, result, {"math": samples})
+    [lost], [kept] = (compare(tmp_path / folder) for folder in ("lost", "kept"))
+    assert beyond([lost], None, 5) == ["math: accuracy fell by 100.0 points [100.0, 100.0], more than --max-drop=5"]
+    assert [table([each])[1][5] for each in (lost, kept)] == ["-100.0 [-100.0, -100.0]", "no row changed"]
 
 
 def test_rows_are_finchs_own(shared_data):

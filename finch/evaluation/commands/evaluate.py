@@ -154,6 +154,11 @@ def _skills(parsed: argparse.Namespace) -> None:
     ):
         if value is not None and not value >= least:
             raise UserError(f"{option}={value} must be at least {least}")
+    for option in ("batch_size", "data_root", "include_path", "new_task"):
+        if (value := getattr(parsed, option)) not in ("auto", None, []):
+            raise UserError(
+                f"--{option.replace('_', '-')}={value} is for suites; give --suite or --tasks, or leave it out"
+            )
     if parsed.nproc_per_node > 1:
         raise UserError(f"--nproc_per_node={parsed.nproc_per_node} is for suites; skills are measured by one process")
     from finch.distributed.parallel import local_device

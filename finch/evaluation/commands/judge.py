@@ -10,6 +10,7 @@ from pathlib import Path
 
 from finch.base.errors import UserError
 from finch.base.extras import require_extras
+from finch.base.log import logger
 from finch.cli.arguments import positive
 from finch.evaluation import judge as task
 from finch.evaluation.chat_client import ChatClient, ChatRequest, RequestLog, count_calls, read_prompt
@@ -34,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = "the judge's system prompt in place of finch's; after a line ===== the user turn, with {instruction}, {first} and {second}"
     parser.add_argument("--prompt", type=Path, metavar="FILE", help=prompt)
     parser.add_argument("--dry-run", action="store_true", help="count documents, calls and tokens, and send nothing")
-    parser.add_argument("--control", action="store_true", help="judge the base model against itself: it must give 50")
+    parser.add_argument(
+        "--control", action="store_true", help="judge the base model against itself: does it prefer a place?"
+    )
 
 
 def main(parsed: argparse.Namespace) -> None:
@@ -85,6 +88,8 @@ def _judge_missing(requests: Mapping[str, ChatRequest], log: RequestLog, parsed:
 
     missing = [request for key, request in requests.items() if key not in log.answers]
     num_answers = len(requests) - len(missing)
+    if num_answers:
+        logger.info(f"{num_answers:,} judgements by --model={parsed.model} of earlier starts are reused: {log.path}")
     has_verdict = any(task.parse_verdict(log.answers.get(key, "")) for key in requests)
     if missing and (has_verdict or num_answers < task.MIN_FIRST_ANSWERS):
         client = ChatClient(parsed.judge, log, timeout=parsed.timeout)

@@ -12,7 +12,7 @@ from finch.evaluation.results import Sample
 from finch.evaluation.tasks import task
 from finch.evaluation.tasks.task import Record, Records, Row, Source
 
-_HELLASWAG = ("activity_label", "ctx", "endings", "label")
+_HELLASWAG = ("activity_label", "endings", "label")
 _WINOGRANDE = ("sentence", "option1", "option2", "answer")
 _TRUTHFULQA = ("question", "mc1_targets", "mc2_targets")
 HELLASWAG = Source("hellaswag/validation.jsonl", "Rowan/hellaswag", "validation", _HELLASWAG)
@@ -55,6 +55,10 @@ def hellaswag_dataset(data_root: str, **_: Any) -> dict[str, Any]:
 def _split_context(row: Row) -> Row:
     if "ctx_a" in row and "ctx_b" in row:
         return row
+    if "ctx" not in row:
+        raise UserError(
+            f"hellaswag: a row has neither ctx_a and ctx_b nor ctx, only {', '.join(row)}; each row needs them"
+        )
     match = _LAST_SENTENCE.fullmatch(row["ctx"])
     start, rest = match.groups() if match else (row["ctx"], "")
     return {**row, "ctx_a": start, "ctx_b": rest}

@@ -163,6 +163,20 @@ class Task:
             for source in self.sources:
                 source.files(data_root)
 
+    def hash_rows(self, data_root: Path) -> str | None:
+        """Of the files under a data root; None for a task without sources."""
+        files = [file for source in self.sources for file in source.files(data_root)]
+        return _hash_files(tuple((file, file.stat().st_mtime_ns) for file in files)) if files else None
+
+
+@lru_cache(maxsize=64)
+def _hash_files(files: tuple[tuple[Path, int], ...]) -> str:
+    digest = hashlib.sha256()
+    for path, _ in files:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
 
 def table(rows: Sequence[Row]) -> Any:
     """Rows as a ``datasets.Dataset``, as lm-eval takes them."""

@@ -16,7 +16,7 @@ from finch.evaluation.datasets.sciknoweval import prompt_of
 from finch.evaluation.harness import task_manager
 from finch.evaluation.model_folders import training_questions
 from finch.evaluation.results import NEW, OLD, RELIABILITY
-from finch.evaluation.tasks import tofu
+from finch.evaluation.tasks import lm_eval_tasks, tofu
 from finch.evaluation.tasks.registry import ALL, SUITES, TASKS
 from finch.evaluation.tasks.task import shuffled
 
@@ -67,6 +67,23 @@ def test_row_without_a_field_is_an_error(tmp_path: Path) -> None:
     write_lines(tmp_path / "tofu" / "forget10_perturbed.jsonl", {"question": "Who?", "answer": "Me."})
     with pytest.raises(UserError, match="row 1 has no field 'paraphrased_question', only question, answer; each row"):
         tofu.dataset(str(tmp_path))
+
+
+def test_hellaswag_needs_one_form_of_the_context(tmp_path: Path) -> None:
+    (tmp_path / "hellaswag").mkdir()
+    parts = {"ctx_a": "A woman sings.", "ctx_b": "she"}
+    for row, found in (({"ctx": "A woman sings. she"}, parts), (parts, parts)):
+        write_lines(
+            tmp_path / "hellaswag" / "validation.jsonl",
+            {"activity_label": "", "endings": ["a"] * 4, "label": "0", **row},
+        )
+        [document] = lm_eval_tasks.hellaswag_dataset(str(tmp_path))["validation"]
+        assert {key: document[key] for key in parts} == found
+    write_lines(tmp_path / "hellaswag" / "validation.jsonl", {"activity_label": "", "endings": [], "label": "0"})
+    with pytest.raises(
+        UserError, match="a row has neither ctx_a and ctx_b nor ctx, only activity_label, endings, label"
+    ):
+        lm_eval_tasks.hellaswag_dataset(str(tmp_path))
 
 
 def test_mmlu_needs_all_subjects(tmp_path: Path) -> None:
