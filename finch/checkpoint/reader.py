@@ -44,8 +44,11 @@ from finch.distributed.parallel import Parallel
 STATE_FILE = "state.json"
 FORMAT = 1
 """Version of state.json; another one cannot be read."""
-UNKNOWN_WITHOUT_CHECK = ("number of target tokens", "digest of the tokenized rows", "tokenizer.date")
-"""Keys of a run's identity that are None where the rows were not read ahead (check_dataset=False), or no date was kept."""
+UNKNOWN_WITHOUT_CHECK = (
+    *("number of target tokens", "digest of the tokenized rows"),
+    *("tokenizer.date", "digest of the replayed prompts"),
+)
+"""Keys of a run's identity that are None where the rows were not read ahead (check_dataset=False), or an earlier version kept none."""
 REPLACED = ".replaced"
 """Suffix of a checkpoint while the next save of the same step takes its place."""
 ARCHIVED = ".left"

@@ -205,6 +205,10 @@ def split_name(name: str) -> list[str]:
             if block in owner:
                 raise UserError(f"method={name}: {owner[block]} and {one} both set {block}; name one of them")
             owner[block] = one
+    if {"small_lr", "lr_replay"} <= set(names):
+        raise UserError(
+            f"method={name}: lr_replay takes its rates from a log, so that small_lr changes none; name one of them"
+        )
     return names
 
 
@@ -286,11 +290,13 @@ def log_method(names: list[str], cfg: DictConfig) -> None:
 
 def _keep_settings(block: Any, file_block: Any) -> Any:
     """The method's block, with the settings of the file's where both have the same component or are plain cross-entropy."""
+    if not isinstance(block, dict):  # null, or a word
+        return block
     component, file_component = component_of(block), component_of(file_block)
-    if isinstance(block, dict) and component is None:  # self_replay's
+    if component is None:  # self_replay's
         return {**block, **(file_block if isinstance(file_block, dict) else {})}
     # By their names, which need no import: the checks refuse what only has the name.
     is_plain = all(str(path).rpartition(".")[2] in _PLAIN_CROSS_ENTROPY for path in (component, file_component))
-    if component is None or not (file_component == component or is_plain):
+    if not (file_component == component or is_plain):
         return copy.deepcopy(block)
     return {**block, **(file_block if isinstance(file_block, dict) else {"_component_": file_component})}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,10 @@ class Prompts:
 
     tokens: list[list[int]]
     after: list[int] | None = None
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(repr([self.tokens, self.after]).encode()).hexdigest()[:16]
 
 
 def num_targets(sample: Sample) -> int:

@@ -28,6 +28,7 @@ from finch.config.foreign import ROWS, offline, read_config_of
 from finch.config.instantiate import build
 from finch.config.resolved import map_values
 from finch.config.validation import check
+from finch.data.stats import collect_stats
 from finch.data.training_data import TrainingData
 from finch.distributed import parallel as distributed
 from finch.distributed.parallel import Parallel
@@ -251,8 +252,12 @@ class Averages:
 
     @property
     def fingerprint(self) -> str:
-        """Of both models and what is measured."""
-        measured = {"new": self.key, "old": self.old, "rows": self._probes[self.old].digest}
+        """Of both models and what is measured, on which rows."""
+        data = self._data.validations.get(self.key or "", self._data.samples)
+        is_read = not (self.key or "").startswith("probe/")
+        rows = {name: probe.digest for name, probe in self._probes.items()}
+        rows["data"] = str(collect_stats(data, 0, 1).digest) if is_read else ""
+        measured = {"new": self.key, "old": self.old, "rows": rows}
         return fingerprint_of([*self.base.files, *self.tuned.files], 0, measured)
 
     def _tuned_folder(self) -> Path:
@@ -302,9 +307,9 @@ class Averages:
             return dataset_loss(self._model, self._data.eval_loader(self._data.samples, ""))
         if not self.key.startswith("probe/"):
             return dataset_loss(self._model, self._data.eval_loader(self._data.validations[self.key], ""))
-        _, name, metric = self.key.split("/")
+        _, name, metric = self.key.split("/", 2)  # perhaps of a group
         value = self._measure(name)[metric]
-        return -value if metric == "accuracy" else value
+        return -value if metric.partition("/")[0] == "accuracy" else value
 
     def _probe_value(self, name: str) -> float:
         values = self._measure(name)

@@ -60,8 +60,9 @@ def compare(tuned: Path) -> list[Skill]:
         )
         if other:
             delta = paired_delta(one, other)
-            low, high = delta.low, delta.high
-            if math.isnan(low):  # all rows have changed alike, or none has
+            low: float | None = delta.low
+            high: float | None = delta.high
+            if math.isnan(delta.low):  # all rows have changed alike, or none has
                 low = high = delta.mean or None
             accuracy = {"before": before.tasks[name].others["accuracy"], "after": task.others["accuracy"]}
             accuracy |= {"change": delta.mean, "change_low": low, "change_high": high, "n_choices": delta.n}

@@ -125,6 +125,7 @@ class FinchLR:
         self._ema_loss: Scalar = math.nan if isinstance(init, str) else float(init)  # NaN: no loss yet
         self._eta: Scalar = self.eta_base
         self._num_steps: int | torch.Tensor = 0
+        self._num_calls = 0  # those without an update as well: a run's steps, of which the decay takes the last
         self._nonfinite: int | torch.Tensor = 0  # in all
         self._in_a_row: int | torch.Tensor = 0
         self._longest_row: int | torch.Tensor = 0  # remembered, since the host may look after a row has ended
@@ -170,10 +171,11 @@ class FinchLR:
                 )
             # Detached: the moving average would otherwise keep the graph of every step so far.
             loss = loss.detach().reshape(())
-            if self._stays_on_device():
-                self._step_on_device(loss, targets)
-                self._order.scheduled()
-                return True
+        self._num_calls += 1
+        if isinstance(loss, torch.Tensor) and self._stays_on_device():
+            self._step_on_device(loss, targets)
+            self._order.scheduled()
+            return True
         is_taken = self._step_on_host(float(loss), 1.0 if targets is None else float(targets))
         if is_taken:
             self._order.scheduled()
@@ -243,6 +245,7 @@ class FinchLR:
         return {
             "ema_loss": self.ema_loss,
             "num_steps": int(self._num_steps),
+            "num_calls": self._num_calls,
             "nonfinite": int(self._nonfinite),
             "nonfinite_in_a_row": int(self._in_a_row),
             **{name: getattr(self, name) for name in _HYPERPARAMETERS},
@@ -258,6 +261,7 @@ class FinchLR:
             warnings.warn(f"FinchLR continues with {texts}, which its state was saved with", stacklevel=2)
         self._ema_loss = math.nan if state["ema_loss"] is None else float(state["ema_loss"])
         self._num_steps = int(state["num_steps"])
+        self._num_calls = int(state.get("num_calls", self._num_steps))
         self._nonfinite = self._reported = int(state["nonfinite"])
         self._in_a_row = self._longest_row = int(state["nonfinite_in_a_row"])
         # Before the first loss there is no rate to restore: the groups keep theirs.
@@ -297,7 +301,7 @@ class FinchLR:
             # A loss of 0 with eps=0 has the cap as its limit, which tensors reach by 1 / 0 = inf.
             under_root = ema_loss + self.eps
             eta = min(self.eta_base / math.sqrt(under_root), self.eta_max) if under_root > 0 else self.eta_max
-        eta = self._decay.of(eta, self._num_steps)
+        eta = self._decay.of(eta, self._num_calls)
         if not self.warmup_steps:
             return eta
         share = self._num_steps / self.warmup_steps
@@ -352,7 +356,7 @@ class FinchLR:
         found_inf = (~used).float()
         for optimizer in self.optimizers:
             # The protocol of torch.amp.GradScaler with fused optimizers: found_inf of 1 skips the update in the kernel.
-            vars(optimizer).update(found_inf=found_inf, grad_scale=None)
+            vars(optimizer)["found_inf"] = found_inf
 
     def _to_device(self, device: torch.device, dtype: torch.dtype) -> None:
         if isinstance(self._ema_loss, torch.Tensor) and isinstance(self._eta, torch.Tensor):
@@ -459,7 +463,7 @@ def _check_arguments(eta_max: float | str, init: float | str, eta_base: float | 
 class Decay:
     """The last share of a run's steps goes linearly to 0, which the step after the last would have.
 
-    ``share``: of the steps, in [0, 1); 0: none. ``total_steps``: updates of the complete run.
+    ``share``: of the steps, in [0, 1); 0: none. ``total_steps``: of the complete run, those without an update included.
     Raises ValueError if the share is out of range, or above 0 and the number of steps unknown.
     """
 

@@ -22,7 +22,7 @@ class ForgettingBudget(Hook):
 
     def __init__(self, trainer: Trainer) -> None:
         self._settings, self._trainer, self._run = Budget.of(trainer.cfg.forgetting_budget), trainer, trainer.run
-        self._last: dict[str, Any] | None = None  # {"step", "value"} of the last evaluation
+        self._last: dict[str, Any] | None = None  # of the last evaluation
 
     def start(self, trainer: Trainer) -> None:
         # A run that the budget has stopped stays stopped when it is resumed, unless max_increase was raised.
@@ -52,7 +52,12 @@ class ForgettingBudget(Hook):
         return [f"forgetting_budget: {text}"] if text else []
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._last = state.get("forgetting_budget")
+        last, settings = state.get("forgetting_budget"), self._settings
+        if last is not None and settings is not None and last.get("key", settings.key) != settings.key:
+            # What an earlier start has kept was inside another probe's budget.
+            (self._run.path / run_files.WITHIN_BUDGET).unlink(missing_ok=True)
+            last = None
+        self._last = last
 
     def state_dict(self) -> dict[str, Any]:
         return {"forgetting_budget": self._last}
@@ -68,7 +73,7 @@ class ForgettingBudget(Hook):
         if settings is None or settings.key not in state.evaluated:
             return
         was_inside = self._last is None or self._is_inside()
-        self._last = {"step": state.step, "value": state.evaluated[settings.key]}
+        self._last = {"step": state.step, "value": state.evaluated[settings.key], "key": settings.key}
         if was_inside and not self._is_inside():
             logger.warning(f"forgetting_budget: {self._describe()}")
         self._stop_if_exceeded(state)

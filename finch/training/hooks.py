@@ -79,7 +79,7 @@ class Hook:
         """Called after each update. What it returns joins the step's line in metrics.jsonl: numbers, or 0-d tensors not read here."""
 
     def after_epoch(self, state: TrainState) -> Mapping[str, float] | None:
-        """Called after the last step of an epoch, before its folder is written. ``select_by`` may name a metric that it returns."""
+        """Called after the last step of an epoch, before its folder is written."""
 
     def after_export(self, state: TrainState, name: str | None) -> None:
         """Called once the epoch's folder ``name`` is written; None: this epoch has none (``save_last_epoch_only``)."""
@@ -301,21 +301,27 @@ class Validation(Hook):
         return losses
 
 
+_NO_READING = {"step": 0, "num_worse": 0}
+
+
 class EarlyStopping(Hook):
     """Ends a run after ``patience`` readings in a row of the metric that chooses RUN/best which are no better; one that is not finite never is.
     The model of a better one within an epoch is exported to RUN/best_step_N."""
 
     def __init__(self, cfg: DictConfig) -> None:
         self._settings = schema.EarlyStopping.of(cfg.early_stopping)
-        self._last = {"step": 0, "num_worse": 0}  # of the last reading
+        self._last: dict[str, Any] = _NO_READING
 
     def start(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        if self._last.get("key", trainer.state.select_by) != trainer.state.select_by:
+            self._last = _NO_READING
         self._stop_if_due(trainer.state)  # a run that was resumed stays stopped, unless patience was raised
 
     def after_step(self, state: TrainState) -> None:
-        name = f"{run_files.BEST}_step_{state.step}"
-        if self._improves(state) and self._trainer.export(name):
+        name, every = f"{run_files.BEST}_step_{state.step}", self._trainer.cfg.validate_every_n_steps
+        # A probe may be evaluated more often.
+        if every and state.step % every == 0 and self._improves(state) and self._trainer.export(name):
             state.best = update_best(state.best, state.select_by, name, state.evaluated)
             self._trainer.run.link(run_files.BEST, self._trainer.exported(name))
 
@@ -334,7 +340,8 @@ class EarlyStopping(Hook):
         if self._settings is None or state.select_by not in state.evaluated or state.step == self._last["step"]:
             return False
         is_best = update_best(state.best, state.select_by, "", state.evaluated) is not state.best
-        self._last = {"step": state.step, "num_worse": 0 if is_best else self._last["num_worse"] + 1}
+        number = 0 if is_best else self._last["num_worse"] + 1
+        self._last = {"step": state.step, "num_worse": number, "key": state.select_by}
         self._stop_if_due(state)
         return is_best
 

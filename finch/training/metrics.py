@@ -257,7 +257,10 @@ class _Transfer:
                 line["loss"] = math.nan  # of no token
             # Theorem 1: the per-step forgetting is at most C1 * eta * sqrt(L_B) + ...; this is that leading term up to
             # C1.
-            line["eta_sqrt_loss"] = line["lr"] * math.sqrt(line["loss"]) if line["loss"] >= 0 else None
+            is_update = (
+                line.pop("update_weight", 1) > 0 and math.isfinite(line.get("grad_norm") or 0.0) and line["loss"] >= 0
+            )
+            line["eta_sqrt_loss"] = line["lr"] * math.sqrt(line["loss"]) if is_update else None
         return self._lines
 
 

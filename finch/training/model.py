@@ -86,7 +86,8 @@ def use_fast_rotary(decoder: modules.TransformerDecoder) -> None:
 
 
 def use_fused_norm(decoder: modules.TransformerDecoder) -> None:
-    """Lets torchtune's RMS norms keep 16-bit inputs: their conversion to fp32 keeps torch from its fused kernel, which computes in fp32 too."""
+    """Lets torchtune's RMS norms keep 16-bit inputs: their conversion to fp32 keeps torch from its fused kernel, which computes in fp32 too. And
+    fp64 ones, which it would round."""
     for module in decoder.modules():
         if type(module) is modules.RMSNorm:
             module.forward = functools.partial(_norm, module)
@@ -100,7 +101,7 @@ def _norm(norm: modules.RMSNorm, x: torch.Tensor) -> torch.Tensor:
 
 def keeps_fused_norm(norm: modules.RMSNorm, x: torch.Tensor) -> bool:
     """Whether torch's fused kernel takes a layer's input as it is."""
-    return x.dtype == norm.scale.dtype and x.dtype.itemsize == 2
+    return x.dtype == norm.scale.dtype and x.dtype.itemsize != 4
 
 
 def rotate_pairs(rotary: nn.Module, x: torch.Tensor, *, input_pos: torch.Tensor | None = None) -> torch.Tensor:

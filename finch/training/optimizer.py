@@ -92,7 +92,7 @@ class Update:
         does not."""
         # A non-finite gradient spoils the weights as a non-finite loss does: 0 * norm is then NaN, and else 0.
         if self.schedule.step(loss if grad_norm is None else loss + 0 * grad_norm, denominator):
-            if self._scale is not None:  # the protocol of torch.amp.GradScaler; schedules of a loss reset it
+            if self._scale is not None:  # the protocol of torch.amp.GradScaler
                 vars(self.optimizers[0]).update(grad_scale=self._scale)
             self.optimizers[0].step()
 

@@ -145,8 +145,8 @@ def model_settings(cfg: DictConfig) -> dict[str, Any]:
 def fingerprint_of(weight_files: Iterable[Path], rows: int, settings: Mapping[str, Any]) -> str:
     """What tensors of the pretrained model belong to.
 
-    Of each weight file the size and 64 pieces spread over it are read: tuning changes every weight, and reading complete files would
-    take minutes. ``rows`` is the digest of all tokenized rows, which depend on tokenizer, template and max_seq_len; ``settings`` is
+    Of each weight file the size, 64 pieces spread over it and the first row of each tensor are read: reading complete files would take
+    minutes, and tuning changes all of a tensor, but perhaps few tensors. ``rows`` is the digest of all tokenized rows, which depend on tokenizer, template and max_seq_len; ``settings`` is
     whatever else decides the tensors, as JSON: the model's block, the dtype.
     """
     digest = hashlib.sha256(json.dumps([rows, settings], sort_keys=True).encode())
@@ -157,6 +157,11 @@ def fingerprint_of(weight_files: Iterable[Path], rows: int, settings: Mapping[st
             for piece in range(_NUM_PIECES):
                 content.seek(size * piece // _NUM_PIECES)
                 digest.update(content.read(_PIECE_BYTES))
+        if file.suffix == ".safetensors":
+            with open_safetensors(file) as stored:
+                for name in sorted(stored.keys()):
+                    row = stored.get_slice(name)[:1] if stored.get_slice(name).get_shape() else stored.get_tensor(name)
+                    digest.update(row.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

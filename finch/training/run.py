@@ -29,6 +29,7 @@ from finch.base.log import logger
 from finch.checkpoint import manifest
 from finch.checkpoint import reader as checkpoint
 from finch.config.instantiate import build, component_of
+from finch.data.prompts import Prompts
 from finch.data.training_data import TrainingData
 from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel, launched_rank
@@ -157,9 +158,9 @@ class Run:
                 node.date = tokenizer.date
         return tokenizer
 
-    def identify(self, data: TrainingData, seed: int) -> dict[str, Any]:
+    def identify(self, data: TrainingData, seed: int, prompts: Prompts | None) -> dict[str, Any]:
         """The identity of the run, see :func:`identity_of`. Raises UserError if the checkpoint to resume from is another run's."""
-        identity = identity_of(self._cfg, data, seed)
+        identity = identity_of(self._cfg, data, seed, prompts)
         if self.resumed_from is not None:
             # Before anything is removed: a folder that is another run's stays as it is.
             checkpoint.check_identity(self.scalars, identity, self.resumed_from)
@@ -523,8 +524,8 @@ def exported_bytes(decoder: TransformerDecoder, dtype: torch.dtype | None, *, ad
     return sum(weight.numel() * (dtype or weight.dtype).itemsize for weight in exported.values())
 
 
-def identity_of(cfg: DictConfig, data: TrainingData, seed: int) -> dict[str, Any]:
-    """Config keys and properties of the data, with their values as plain JSON; saved in every checkpoint."""
+def identity_of(cfg: DictConfig, data: TrainingData, seed: int, prompts: Prompts | None) -> dict[str, Any]:
+    """Config keys and properties of the data and of the replayed ``prompts``, as plain JSON; saved in every checkpoint."""
     stats, mixture = data.stats, data.mixture
     return {
         "model": OmegaConf.to_container(cfg.model, resolve=True),
@@ -540,6 +541,7 @@ def identity_of(cfg: DictConfig, data: TrainingData, seed: int) -> dict[str, Any
         "kl_penalty": None if cfg.kl_penalty is None else OmegaConf.to_container(cfg.kl_penalty, resolve=True),
         # Where the answers are kept changes nothing in the run.
         "self_replay": None if cfg.self_replay is None else {**cfg.self_replay, "cache": None},
+        "digest of the replayed prompts": None if prompts is None else prompts.digest,
         # Of a mixture, a run of more epochs reads more rows.
         "number of target tokens": stats.num_targets if stats is not None and mixture is None else None,
         "digest of the tokenized rows": f"{stats.first_epoch_digest:016x}" if stats is not None else None,
@@ -566,8 +568,13 @@ def update_best(
     value, old = metrics.get(key), None if best is None else best.get(key)
     if value is None or not math.isfinite(value):
         return best
-    sign = -1 if key.endswith("/accuracy") else 1
+    sign = -1 if _is_accuracy(key) else 1
     return {"epoch": name, key: value} if old is None or sign * value < sign * old else best
+
+
+def _is_accuracy(key: str) -> bool:
+    """Whether a metric is ``probe/NAME/accuracy`` or that of a group of its rows."""
+    return key.split("/")[2:3] == ["accuracy"]
 
 
 def is_epoch_written(cfg: DictConfig, best: Any, new_best: Any, *, is_end: bool) -> bool:
@@ -580,5 +587,5 @@ def is_epoch_written(cfg: DictConfig, best: Any, new_best: Any, *, is_end: bool)
 def describe_best(best: Mapping[str, Any]) -> str:
     """The metric of the best epoch and its value: ``validation loss 2.5000 nats``."""
     key = next(name for name in best if name != "epoch")
-    unit = "" if key.endswith("/accuracy") else " nats"
+    unit = "" if _is_accuracy(key) else " nats"
     return f"{key.replace('_', ' ')} {best[key]:.4f}{unit}"

@@ -38,7 +38,7 @@ class TrainStep:
         self._reduces_each, self._on_gradients = reduces_each, on_gradients
 
     def __call__(self, batches: list[Batch]) -> dict[str, torch.Tensor | float | None]:
-        """The step's line in the metrics, in nats where it is a loss; numbers or 0-d tensors."""
+        """The step's line in the metrics, in nats where it is a loss; numbers or 0-d tensors. ``update_weight``: of its targets, 0: there is no update."""
         counts = self.loss.counts(batches).to(self._device, non_blocking=True)
         targets, denominator = self._parallel.all_reduce_sum_(counts).unbind()
         scale = self._parallel.data_parallel_size / denominator.clamp(min=1)  # undoes FSDP2's mean over ranks
@@ -59,4 +59,4 @@ class TrainStep:
         rate = self.update.schedule.metrics()
         metrics = {"loss": loss, **rate, **norms, **self.loss.metrics()}
         self.update.zero_grad()
-        return {**metrics, "num_target_tokens": targets}
+        return {**metrics, "num_target_tokens": targets, "update_weight": denominator}

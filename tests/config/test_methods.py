@@ -93,6 +93,7 @@ def test_method_keeps_settings_of_the_same_component():
     own = {"_component_": "finch.objectives.TALR", "w_min": 0.2}
     assert merged("method=talr", loss=own)["loss"] == own
     assert merged("method=stm", loss=own)["loss"] == objective("STM")
+    assert merged("method=preserve", average="auto")["average"] == "auto"  # as its own run's config has it
     for loss in ("torch.nn.CrossEntropyLoss", {"_component_": "torch.nn.CrossEntropyLoss"}):
         assert merged("method=sft", loss=loss)["loss"] == {"_component_": "torch.nn.CrossEntropyLoss"}
 
@@ -162,6 +163,7 @@ def test_full_recipe_rejects_lora_with_the_right_command(file):
         ("finch+xyz", "method=finch+xyz is not known; known are sft, small_lr, finch"),
         ("talr+dft", "method=talr+dft: talr and dft both set loss; name one of them"),
         ("finch+lr_replay", "finch and lr_replay both set lr_scheduler"),
+        ("small_lr+lr_replay", "method=small_lr+lr_replay: lr_replay takes its rates from a log"),
         ("l2+l2", "names l2 more than once"),
         ("finch+", "is not known"),
     ],

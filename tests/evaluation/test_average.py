@@ -20,7 +20,7 @@ from finch.base.errors import UserError
 from finch.cli.main import main
 from finch.distributed.parallel import Parallel
 from finch.evaluation import average as module
-from finch.evaluation.average import MAX_EVALUATIONS, Front, average, choose, describe
+from finch.evaluation.average import MAX_EVALUATIONS, Averages, Front, average, choose, describe
 from finch.evaluation.choice import Choice
 from finch.evaluation.wise_ft import wise_ft
 
@@ -66,6 +66,14 @@ def test_alpha_is_found_in_six_evaluations(choice, alpha, tolerance, tmp_path):
     (tmp_path / "other").mkdir()
     choose(front(tmp_path / "other"), Choice())
     assert choose(front(tmp_path / "other"), choice).alpha == pytest.approx(alpha, abs=tolerance)
+
+
+@pytest.mark.parametrize(("metric", "value"), [("kl/code", 0.5), ("accuracy", -0.5), ("accuracy/code", -0.5)])
+def test_the_metric_may_be_of_a_group(metric, value):
+    averages = object.__new__(Averages)
+    averages.key = f"probe/own/{metric}"
+    averages._measure = {"own": {metric: 0.5}}.__getitem__
+    assert averages._task_value() == value
 
 
 def test_what_the_numbers_say(tmp_path):

@@ -108,6 +108,20 @@ def test_finch_lr_decay_is_a_factor_and_resumes(make, decay):
     assert rates == pytest.approx([*(a * b for a, b in zip(plain, factors, strict=True)), 0.0], rel=1e-14, abs=0)
 
 
+@pytest.mark.parametrize("make", [optimizer_with, fused_with_tensor], ids=["host", "tensor"])
+def test_finch_lr_decay_counts_steps_without_an_update(make):
+    """Their objective kept no token; the run ends as soon."""
+    rates = []
+    for targets in ([1, 1, 1, 1], [1, 0, 0, 1]):
+        optimizer = make(2e-5)
+        schedule = FinchLR(optimizer, eta_max=1.0, init=1.0, decay=0.5, total_steps=4)
+        for number in targets:
+            schedule.step(torch.tensor(1.0, dtype=torch.float64), torch.tensor(number))
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        assert schedule.state_dict()["num_steps"] == sum(targets)
+    assert rates[0] == rates[1] == pytest.approx(1e-5, rel=1e-7)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_finch_lr_raise_leaves_the_state_unchanged(bad):
     optimizer = optimizer_with(1e-3)
@@ -178,7 +192,8 @@ def test_finch_lr_batch_without_targets_changes_nothing(make):
     if takes_step:  # on the device path the optimizer itself skips the update
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-    assert (schedule.state_dict(), schedule.get_last_lr()) == before[:2]
+    counted = {**before[0], "num_calls": 2}  # a step of the run, by which a decay goes
+    assert (schedule.state_dict(), schedule.get_last_lr()) == (counted, before[1])
     assert torch.equal(parameter, before[2])
     assert schedule.check() == 0
 

@@ -1,11 +1,14 @@
 """early_stopping: when a run ends, which model is its result, and that it counts on after a kill; through the recipe, on the CPU."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from helpers.runs import assert_same_run, assert_same_weights, finished, run_broken, script_validation
+from omegaconf import OmegaConf
 
 from finch.base import run_files, status
+from finch.training.hooks import EarlyStopping
 
 
 def result(run):
@@ -60,6 +63,23 @@ def test_readings_within_epochs(step, tiny, tmp_path, monkeypatch):
     assert result(again) == "best_step_4"
     finished(tmp_path, config, "early_stopping=null", "resume_from_checkpoint=False", "overwrite=True")
     assert not list(run.folder.glob("best_step_*"))
+
+
+@pytest.mark.parametrize(("every", "stops_at"), [(None, 6), (2, 2)])
+def test_a_probe_read_more_often_counts_as_often(every, stops_at):
+    """Readings at each step, the first the best, of 6 steps an epoch."""
+    cfg = OmegaConf.create({"early_stopping": {"patience": 1}, "validate_every_n_steps": every})
+    key, stopped = "probe/own/kl", []
+    state = SimpleNamespace(step=0, select_by=key, best={"epoch": "epoch_0", key: 0.1}, evaluated={})
+    state.request_stop = lambda *_, **__: stopped.append(state.step)
+    hook = EarlyStopping(cfg)
+    hook.start(SimpleNamespace(cfg=cfg, state=state))
+    for state.step in range(1, 13):
+        state.evaluated = {key: 0.2}
+        hook.after_step(state)
+        if state.step % 6 == 0:
+            hook.after_epoch(state)
+    assert stopped[0] == stops_at
 
 
 def test_two_ranks_stop_where_one_does(tiny, tmp_path):

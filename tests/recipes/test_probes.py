@@ -306,6 +306,18 @@ def test_budget_stops_the_run(config, straight, tmp_path):
     assert run_files.chosen_model(run.folder).name != "within_budget"
 
 
+def test_another_budget_forgets_what_was_inside(config, straight, tmp_path):
+    """A resumed run judges no old value by a new limit, and keeps no model that was inside another probe's."""
+    _, budget = budget_between(straight, 4, 6)
+    run_of = {**config, "forgetting_budget": budget, "epochs": 1}
+    run = finished(tmp_path, run_of)
+    assert (run.folder / "within_budget").is_symlink()
+    other = {"probe": "grouped", "metric": "kl/b_c", "max_increase": 1e-9}
+    more = finished(tmp_path, {**run_of, "forgetting_budget": other, "epochs": 2}, "resume_from_checkpoint=True")
+    assert not (run.folder / "within_budget").is_symlink()
+    assert "is outside 1e-09; no evaluation was inside" in more.output
+
+
 @pytest.mark.parametrize("save", ["evaluations", "epochs"])
 def test_budget_with_the_last_epoch_only(save, config, straight, tmp_path):
     """An epoch inside that has no folder is exported; one that is outside and ends the run has its folder and state."""

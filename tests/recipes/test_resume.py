@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 from helpers.models import save
+from helpers.rows import write_lines
 from helpers.runs import (
     COSINE,
     FULL,
@@ -220,6 +221,21 @@ def test_resume_on_another_number_of_ranks(before, after, config, trained, tmp_p
 
 
 DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def test_a_run_keeps_the_prompts_that_it_replays(tiny, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    replay = {"prompts": str(prompts), "rows": 3, "max_new_tokens": 4, "share": 0.5}
+    config = {**tiny(epochs=1, max_steps_per_epoch=3), "self_replay": replay}
+    write_lines(prompts, *({"question": f"the {word}"} for word in ("fox", "bird", "sea")))
+    run = finished(tmp_path / "a", config)
+    write_lines(prompts, *({"question": f"a {word}"} for word in ("fox", "bird", "sea")))
+    assert (
+        "belongs to a run with digest of the replayed prompts="
+        in run_here(
+            tmp_path / "a", {**config, "output_dir": str(run.folder)}, "epochs=2", "resume_from_checkpoint=True"
+        ).error()
+    )
 
 
 def test_a_run_keeps_the_date_that_its_template_writes(tiny, tmp_path, monkeypatch):

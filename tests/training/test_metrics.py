@@ -197,6 +197,20 @@ def test_a_step_without_targets_has_no_loss(tmp_path):
     assert (line["loss"], line["eta_sqrt_loss"], line["num_target_tokens"]) == (None, None, 0)
 
 
+@pytest.mark.parametrize("changes", [{"update_weight": torch.tensor(0.0)}, {"grad_norm": torch.tensor(math.inf)}])
+def test_a_step_without_an_update_forgets_nothing(tmp_path, changes):
+    """Its objective kept no token, or the schedule has skipped it."""
+    log = MetricsLog(tmp_path, None, is_writer=True)
+    log.open()
+    for step, more in ((1, {}), (2, changes)):
+        log.add(step, step_metrics(torch.tensor(4.0), **more))
+    log.close()
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(line["loss"], line["eta_sqrt_loss"]) for line in lines] == [(4.0, 2e-3), (4.0, None)]
+    assert lines[1]["eta_sqrt_loss_sum"] == 2e-3
+    assert "update_weight" not in lines[1]
+
+
 def test_metrics_log_of_another_rank_writes_nothing(tmp_path):
     log = MetricsLog(tmp_path, None, is_writer=False)
     log.open()

@@ -268,12 +268,23 @@ def test_a_file_that_was_changed_is_computed_again_and_one_that_cannot_be_writte
 
 def test_fingerprint_covers_weights_rows_and_settings(tmp_path):
     file, moved, tuned = (tmp_path / name / "model.safetensors" for name in ("", "elsewhere", "tuned"))
-    for path, content in ((file, bytes(10_000_000)), (moved, bytes(10_000_000)), (tuned, b"x\0" * 5_000_000)):
+    for path, value in ((file, 0.0), (moved, 0.0), (tuned, 1.0)):
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(content)
+        save_file({"a": torch.full((1000, 2500), value)}, path)
     settings = {"dtype": "bf16"}
     one = fingerprint_of([file], 1, settings)
     assert one == fingerprint_of([file], 1, settings) == fingerprint_of([moved], 1, settings)
     others = {fingerprint_of([tuned], 1, settings), fingerprint_of([file], 2, settings)}
     others |= {fingerprint_of([file], 1, {"dtype": "fp32"}), fingerprint_of([file, moved], 1, settings)}
     assert len({one, *others}) == 5
+
+
+def test_fingerprint_covers_each_tensor(tmp_path):
+    """A merged adapter may have changed one of them, between the pieces that are read of a file."""
+    tensors = {f"layer.{index}": torch.zeros(500, 500) for index in range(40)} | {"scale": torch.zeros(())}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = {fingerprint_of([tmp_path / "model.safetensors"], 1, {})}
+    for name in ("layer.3", "layer.20", "scale"):
+        save_file({**tensors, name: tensors[name] + 1}, tmp_path / "model.safetensors")
+        found.add(fingerprint_of([tmp_path / "model.safetensors"], 1, {}))
+    assert len(found) == 4

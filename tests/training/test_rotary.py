@@ -90,3 +90,11 @@ def test_norm_that_keeps_16_bits_is_torchtunes_bit_for_bit(dtype: torch.dtype) -
         gradients, others = (torch.autograd.grad(y.float().square().sum(), [x, norm.scale]) for y in (found, expected))
         assert torch.equal(found, expected)
         assert all(map(torch.equal, gradients, others))
+
+
+def test_norm_of_fp64_is_not_rounded() -> None:
+    decoder = FAMILIES["qwen3"].build().double()
+    use_fused_norm(decoder)
+    x = torch.randn(3, decoder.norm.scale.numel(), dtype=torch.float64)
+    expected = decoder.norm.scale * x / (x.square().mean(-1, keepdim=True) + decoder.norm.eps).sqrt()
+    torch.testing.assert_close(decoder.norm(x), expected, rtol=1e-14, atol=0)

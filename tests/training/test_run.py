@@ -175,6 +175,7 @@ def test_link_removes_what_no_link_leads_to(tmp_path):
         ({"epoch": "epoch_0", "validation_loss": 2.0}, "validation_loss", 2.0, False),
         ({"epoch": "epoch_0", "probe/a/accuracy": 0.5}, "probe/a/accuracy", 0.75, True),
         ({"epoch": "epoch_0", "probe/a/accuracy": 0.5}, "probe/a/accuracy", 0.25, False),
+        ({"epoch": "epoch_0", "probe/a/accuracy/code": 0.5}, "probe/a/accuracy/code", 0.75, True),
         ({"epoch": "epoch_0", "validation_loss": 2.0}, "probe/a/loss", 9.0, True),  # chosen by another metric before
         (None, "validation_loss", math.nan, False),
         (None, None, 2.0, False),
@@ -188,3 +189,4 @@ def test_better_compares_one_metric(best, key, value, is_chosen):
 def test_describe_best_has_its_unit():
     """test_summary has that of a validation loss."""
     assert describe_best({"epoch": "epoch_0", "probe/a/accuracy": 0.5}) == "probe/a/accuracy 0.5000"
+    assert describe_best({"epoch": "epoch_0", "probe/a/accuracy/b": 0.5}) == "probe/a/accuracy/b 0.5000"
