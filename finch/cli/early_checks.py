@@ -96,12 +96,14 @@ def machine_checks(recipe: str, cfg: DictConfig, ranks: int, *, waits: bool = Fa
     Args:
         waits: whether the run will wait until nothing else runs in its folder.
     """
+    from finch.distributed.precision import check_hardware
     from finch.training.config_checks import check_combinations, check_lora_combinations
     from finch.training.run import RunLock
 
     device = device_of(cfg)
     if recipe == LORA_RECIPE:
         yield lambda: check_lora_combinations(cfg)
+    yield lambda: check_hardware(cfg.dtype, device)
     yield lambda: check_combinations(cfg, device, ranks)
     if not waits:
         yield lambda: RunLock(Path(cfg.output_dir)).check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -15,6 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from finch.base import hub
 from finch.base.errors import UserError
 from finch.base.run_files import CONFIG
+from finch.cli.early_checks import device_of
 from finch.config.instantiate import build, component_of
 from finch.config.methods import METHODS
 from finch.config.parser import merge
@@ -129,9 +131,10 @@ def complete(
         chosen.update(data)
         messages.append(message)
     before = _run_before(given, chosen["output_dir"])  # a run that goes on keeps what was chosen for it
-    copies = given.get("data_parallel_replicate_dim")
-    sharded_over = max(1, ranks // copies) if isinstance(copies, int) and copies > 0 else ranks
-    device = _device_keys(str(given.get("device", "auto")), num_parameters, num_rows, ranks, sharded_over)
+    data_ranks = max(1, ranks // (_number(given, "tensor_parallel_dim") or 1))  # the others see the same rows
+    rows_a_rank = max(1, min(GLOBAL_BATCH, num_rows or GLOBAL_BATCH) // data_ranks)
+    memory = _gpu_memory(given)
+    device = _device_keys(given, num_parameters, rows_a_rank, ranks, memory)
     chosen.update(device)
     if before is not None:
         chosen["dtype"] = before.get("dtype", device["dtype"])  # on other GPUs, or another number of them, as well
@@ -167,7 +170,8 @@ def complete(
     if given.get("source") is None:
         blocks.pop("source", None)  # nothing refers to it
     if "optimizer" in blocks and OmegaConf.select(given, "optimizer.lr") is None:
-        steps = None if num_rows is None else math.ceil(num_rows / GLOBAL_BATCH) * _epochs(given)
+        in_step = device["batch_size"] * device["gradient_accumulation_steps"] * data_ranks
+        steps = None if num_rows is None else math.ceil(num_rows / in_step) * _epochs(given)
         rate = learning_rate(num_parameters, steps) if before is None else before["optimizer"]["lr"]
         blocks["optimizer"] = {**blocks["optimizer"], "lr": rate}
         messages.append(
@@ -175,8 +179,8 @@ def complete(
             "double it if the validation loss still gains (docs/choose.md)"
         )
     is_batch_open = all(given.get(key) is None for key in _BATCH_KEYS)
-    if is_batch_open and device["dtype"] != "fp32":
-        batch, message = _fitting_batch(blocks, overrides, num_rows, ranks)
+    if is_batch_open and memory and device["dtype"] != "fp32":
+        batch, message = _fitting_batch(blocks, overrides, rows_a_rank, ranks, memory)
         blocks.update(batch)
         messages.append(message)
     keys = ("dtype", "batch_size", "gradient_accumulation_steps", "output_dir")
@@ -221,8 +225,12 @@ def _leaves_method_open(given: DictConfig, file_blocks: Blocks, overrides: list[
 
 
 def _epochs(given: DictConfig) -> int:
-    epochs = given.get("epochs")
-    return epochs if isinstance(epochs, int) else 1  # a wrong value is named when all keys are checked
+    return _number(given, "epochs") or 1
+
+
+def _number(given: DictConfig, key: str) -> int | None:
+    value = given.get(key)
+    return value if isinstance(value, int) and value > 0 else None  # a wrong one is named when all keys are checked
 
 
 def _replay(given: DictConfig, block: Blocks, num_rows: int | None) -> Blocks:
@@ -281,34 +289,36 @@ def _num_parameters(folder: Path) -> int:
     return sum(math.prod(shape) for file in files for _, shape in read_shapes(file))
 
 
-def _device_keys(device: str, num_parameters: int, num_rows: int | None, ranks: int, sharded_over: int) -> Blocks:
-    """Batch, dtype and activation checkpointing; bf16_mixed on GPUs with room for fp32 weights, gradients and moments, else bf16."""
+def _device_keys(given: DictConfig, num_parameters: int, rows: int, ranks: int, memory: int | None) -> Blocks:
+    """Batch of so many rows a rank, dtype and activation checkpointing; bf16_mixed on GPUs with room for fp32 weights, gradients and moments, else bf16."""
     import torch
 
-    from finch.distributed.parallel import local_device
-
-    local = local_device(device)
-    global_batch = min(GLOBAL_BATCH, num_rows or GLOBAL_BATCH)
-    micro_batch = max(1, min(_MICRO_BATCH, global_batch // ranks))
-    keys: Blocks = {
-        "batch_size": micro_batch,
-        "gradient_accumulation_steps": max(1, global_batch // (micro_batch * ranks)),
-    }
-    if local.type != "cuda":
+    micro_batch, accumulation = (_number(given, key) for key in _BATCH_KEYS[:2])
+    micro_batch = micro_batch or max(1, min(_MICRO_BATCH, rows // (accumulation or 1)))
+    accumulation = accumulation or max(1, rows // micro_batch)
+    keys: Blocks = {"batch_size": micro_batch, "gradient_accumulation_steps": accumulation}
+    if memory is None or not torch.cuda.is_bf16_supported(including_emulation=False):
         return {**keys, "dtype": "fp32", "enable_activation_checkpointing": False}
-    memory = sharded_over * torch.cuda.get_device_properties(local).total_memory
+    memory *= max(1, ranks // (_number(given, "data_parallel_replicate_dim") or 1))
     is_roomy = num_parameters * _BF16_MIXED_BYTES <= _SHARE_FOR_STATE * memory
     return {**keys, "dtype": "bf16_mixed" if is_roomy else "bf16", "enable_activation_checkpointing": True}
 
 
-def _fitting_batch(blocks: Blocks, overrides: list[str], num_rows: int | None, ranks: int) -> tuple[Blocks, str]:
-    """The batch keys for a GPU, the fastest of those that fit, and a line about them."""
+def _gpu_memory(given: DictConfig) -> int | None:
+    """In bytes, without the context that local_device makes on the GPU; None: a CPU trains."""
     import torch
 
-    from finch.distributed.parallel import local_device
+    if device_of(given).type != "cuda":
+        return None
+    index = int(str(given.get("device")).partition(":")[2] or os.environ.get("LOCAL_RANK", "0"))
+    index %= torch.cuda.device_count()  # the run refuses one that is not there
+    return int(torch.cuda.get_device_properties(index).total_memory)
+
+
+def _fitting_batch(blocks: Blocks, overrides: list[str], rows: int, ranks: int, memory: int) -> tuple[Blocks, str]:
+    """The batch keys for a GPU, the fastest of those that fit, and a line about them."""
     from finch.plan.auto.trial import Trial
 
-    rows = max(1, min(GLOBAL_BATCH, num_rows or GLOBAL_BATCH) // ranks)
     candidates = []  # all rows of a step at once; four at once with their activations computed twice; one at once
     for micro_batch, is_recomputed in ((rows, False), (min(_MICRO_BATCH, rows), True), (1, True)):
         values = (micro_batch, max(1, rows // micro_batch), is_recomputed, is_recomputed)
@@ -317,7 +327,6 @@ def _fitting_batch(blocks: Blocks, overrides: list[str], num_rows: int | None, r
     if "optimizer" in rest:
         # A step's memory does not depend on the rate, nor does the answer that is kept.
         rest["optimizer"] = {**rest["optimizer"], "lr": LR}
-    memory = torch.cuda.get_device_properties(local_device(str(blocks.get("device", "auto")))).total_memory
     return Trial(rest, overrides, ranks, memory, _long_row(merge(blocks, overrides)[0])).choose(candidates)
 
 

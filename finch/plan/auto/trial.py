@@ -63,30 +63,36 @@ class Trial:
         file = folder / f"{self._fingerprint(candidates)}.json"
         if file.exists():
             return file.read_text(encoding="utf-8")
-        answer = json.dumps(self._try(candidates))
-        with contextlib.suppress(OSError):  # a later start tries them again
-            folder.mkdir(parents=True, exist_ok=True)
-            replace_text(file, answer, is_shared=True)
+        is_estimated, *found = self._try(candidates)
+        answer = json.dumps(found)
+        if is_estimated:  # else a later start, on a less busy machine, tries them again
+            with contextlib.suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                replace_text(file, answer, is_shared=True)
         return answer
 
-    def _try(self, candidates: Sequence[Keys]) -> tuple[int, str]:
-        """The number of the candidate, and the line."""
+    def _try(self, candidates: Sequence[Keys]) -> tuple[bool, int, str]:
+        """Whether it was estimated, the number of the candidate, and the line."""
         limit, end, last = _SHARE * self.memory, time.monotonic() + LIMIT_S, len(candidates) - 1
         message = ""
         for number, candidate in enumerate(candidates):
             if time.monotonic() > end:
-                return last, f"the estimate was not done in {LIMIT_S:.0f} s: the candidate that takes the least memory"
+                return (
+                    False,
+                    last,
+                    f"the estimate was not done in {LIMIT_S:.0f} s: the candidate that takes the least memory",
+                )
             try:
                 peak = self._peak(candidate)
             # RuntimeError: a component of the user's own may train, and take no fake tensors.
             except (UserError, RuntimeError) as error:
-                return last, one_line(f"no estimate ({error}): the candidate that takes the least memory")
+                return False, last, one_line(f"no estimate ({error}): the candidate that takes the least memory")
             message = (
                 f"rows of {self.rows[0]} tokens take {gigabytes(peak)} of {limit / 1e9:.3g} GB by `finch check --exact`"
             )
             if peak <= limit:
-                return number, message
-        return last, f"{message}: too much; {', '.join(_words(candidates[last]))} all the same"
+                return True, number, message
+        return True, last, f"{message}: too much; {', '.join(_words(candidates[last]))} all the same"
 
     def _peak(self, candidate: Keys) -> int:
         """Bytes on a GPU, in a step of the candidate on fake tensors."""

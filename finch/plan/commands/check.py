@@ -58,7 +58,7 @@ def main(parsed: argparse.Namespace, words: Sequence[str]) -> None:
         return
     config, overrides, options = parse_arguments(words, USAGE)
     nodes, local_ranks = number_of_ranks(options)
-    report = Report(config, overrides, nodes * local_ranks, parsed.rows)
+    report = Report(config, overrides, nodes * local_ranks, parsed.rows, local_ranks)
     with only_errors_logged(), _collecting_rarely():  # the report says what a run would log
         report.run()
     number = report.num_problems
@@ -85,13 +85,17 @@ class Report:
         overrides: ``key=value`` and ``~key``.
         ranks: on all nodes.
         num_rows: training rows that are shown token by token.
+        local_ranks: on this machine.
 
     Attributes:
         num_problems: printed so far.
     """
 
-    def __init__(self, config: str, overrides: Sequence[str], ranks: int, num_rows: int = 0) -> None:
+    def __init__(
+        self, config: str, overrides: Sequence[str], ranks: int, num_rows: int = 0, local_ranks: int = 1
+    ) -> None:
         self._config, self._overrides, self._ranks, self._num_rows = config, overrides, ranks, num_rows
+        self._local_ranks = local_ranks
         self.num_problems = 0
         self._title = ""
         self._mixture: Mixture | None = None
@@ -136,12 +140,20 @@ class Report:
         checks: list[Callable[[], Any]] = [*config_checks(cfg, self._ranks)]
         is_wrong = self.num_problems > 0
         with self._as_problem(is_wrong):
-            checks += machine_checks(recipe, cfg, self._ranks)
+            checks += (lambda: self._check_gpus(cfg), *machine_checks(recipe, cfg, self._ranks))
         for one in checks:
             with self._as_problem(is_wrong):
                 if isinstance(warning := one(), str):
                     self._print(f"warning: lr_scheduler: {warning}")
         return recipe, cfg
+
+    def _check_gpus(self, cfg: DictConfig) -> None:
+        import torch
+
+        if device_of(cfg).type == "cuda" and self._local_ranks > (number := torch.cuda.device_count()):
+            raise UserError(
+                f"--nproc_per_node {self._local_ranks}: this machine has {number} GPU{'s' * (number != 1)}; start at most that many"
+            )
 
     def _check_model(self, recipe: str, cfg: DictConfig) -> Any:
         from finch.models.hf_config import check_folder, read_config

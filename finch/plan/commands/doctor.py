@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import shutil
 import subprocess
@@ -119,19 +120,32 @@ def _device_problems() -> Iterator[str]:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
-            bf16 = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no bf16"
+            bf16 = "bf16" if torch.version.hip or properties.major >= 8 else "no bf16"
             print(f"cuda:{index:<7} {properties.name}, {properties.total_memory / 2**30:.0f} GiB, {bf16}")
         if not backends["nccl"]:
             yield "this torch has no NCCL, which several GPUs need: install a Linux build of torch with CUDA"
     else:
         print("cuda         none")
-        if shutil.which("nvidia-smi") is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if not _driver_lists_gpus():
+            pass
+        elif visible is not None and torch.version.cuda:
+            yield f"CUDA_VISIBLE_DEVICES={visible} hides the GPUs that `nvidia-smi -L` lists: unset it, or name some"
+        else:
             build = f"a build for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
             yield (
                 f"there is an NVIDIA driver, but torch ({build}) sees no GPU: "
                 "pip install uv && uv pip install --torch-backend=auto --reinstall 'torch>=2.11'"
             )
     print(f"backends     {', '.join(name for name, is_available in backends.items() if is_available) or 'none'}")
+
+
+def _driver_lists_gpus() -> bool:
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listed.returncode == 0 and "GPU" in listed.stdout
 
 
 def _slow_problems() -> Iterator[str]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from finch.base.errors import UsageError, UserError
+from finch.base.errors import UsageError, UserError, one_line
 from finch.base.files import gigabytes
 from finch.cli.arguments import positive
 from finch.cli.early_checks import only_errors_logged, read_job
@@ -93,17 +92,21 @@ def _estimate(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str
 
     from finch.config.instantiate import build
     from finch.data.dataset import load_dataset
+    from finch.data.row_files import nodes_of
     from finch.data.stats import collect_stats
     from finch.plan.estimate.fake_step import candidates, estimate_step
-    from finch.plan.estimate.formula import HOST_PARTS, TOFU_TARGETS, TOFU_TOKENS, Rows, longest_row
+    from finch.plan.estimate.formula import GATHERED, HOST_PARTS, TOFU_TARGETS, TOFU_TOKENS, Rows, longest_row
     from finch.training.config_checks import check
 
     recipe, cfg = read_job(options.config, overrides, ranks=options.gpus, is_here=False)
     rows = Rows() if options.seq is None else Rows(options.seq, max(1, options.seq * TOFU_TARGETS // TOFU_TOKENS))
-    if options.seq is None and isinstance(cfg.dataset, Mapping) and cfg.dataset.get("data_files"):
-        with contextlib.suppress(UserError):  # the files are elsewhere, or `finch check` names what is wrong with them
+    notes: tuple[str, ...] = ()
+    if options.seq is None and all(node.get("data_files") for node in nodes_of(cfg.dataset)):
+        try:
             samples = load_dataset(cfg, "dataset", build(cfg.tokenizer, "tokenizer"))
             rows = longest_row(samples, collect_stats(samples, 0, 1))
+        except UserError as error:  # the files are elsewhere, or `finch check` names what is wrong with them
+            notes = (one_line(f"rows not read ({error}): {rows.seq} tokens, TOFU's mean, were taken; give --seq"),)
     rows = replace(rows, targets=options.targets or rows.targets)
     if rows.targets >= rows.seq:
         raise UserError(
@@ -120,7 +123,11 @@ def _estimate(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str
         other = estimate_step(recipe, cfg, ranks=options.gpus, rows=rows)
         seconds = rates.seconds(other, options.gpus_per_node)
         copies = {"number": nodes, "device_peak": other.device_peak, "seconds": seconds}
-    changes = (*map(" ".join, candidates(cfg)), f"--gpus {2 * options.gpus}")
+    changes = [*map(" ".join, candidates(cfg))]
+    if not cfg.fsdp_reshard_after_forward and step.memory.get(GATHERED):
+        changes.insert(0, "fsdp_reshard_after_forward=True")
+    if cfg.batch_size % 2 == 0:  # else a step would have more samples
+        changes.append(f"batch_size={cfg.batch_size // 2} --gpus {2 * options.gpus}")
     kinds = ("kind", "calls", "bytes", "sent_bytes")
     return {
         "config": options.config,
@@ -128,6 +135,8 @@ def _estimate(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str
         **{key: cfg[key] for key in ("dtype", "batch_size", "gradient_accumulation_steps")},
         "row": asdict(rows),
         **vars(step),
+        "notes": notes + step.notes,
+        "data_ranks": options.gpus // cfg.tensor_parallel_dim,
         "on_host": HOST_PARTS if step.is_offloaded else (),
         "device_peak": step.device_peak,
         "collectives": [dict(zip(kinds, row, strict=True)) for row in step.summed_collectives()],
@@ -222,9 +231,9 @@ def _times(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     bound = max(seconds, key=seconds.__getitem__)
     least, most = seconds[bound], sum(seconds.values())
     yield "bound", f"{bound}: a step takes at least {least:.3f} s, and {most:.3f} s if nothing overlaps"
-    yield "", f"at most {found['targets'] * found['ranks'] / least:,.0f} target tokens/s on all ranks"
+    yield "", f"at most {found['targets'] * found['data_ranks'] / least:,.0f} target tokens/s on all ranks"
     if copies and copies["device_peak"] <= (found["gpu_memory"] or copies["device_peak"]):
-        other = copies["seconds"]["network"]
-        if other < seconds["network"]:
-            text = f"data_parallel_replicate_dim={copies['number']}: {other:.3f} s of communication, since only gradients go between nodes"
+        other = max(copies["seconds"].values())
+        if other < least:
+            text = f"data_parallel_replicate_dim={copies['number']}: at least {other:.3f} s, since only gradients go between nodes"
             yield "faster", f"{text}; {gigabytes(copies['device_peak'])} at the peak"

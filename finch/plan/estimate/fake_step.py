@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,9 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchtune.data import _collate
 from torchtune.modules import TransformerDecoder
+from torchtune.modules.attention_utils import create_block_causal_mask
 
 from finch.base.dtensor import to_local
 from finch.base.errors import UserError
@@ -241,6 +244,8 @@ class FakeStep:
         """Rows as the recipe's collator makes them, of which no two share a prefix, and what objective and penalties need; real tensors."""
         cfg, vocab_size = self.cfg, self.decoder.tok_embeddings.weight.shape[0]
         source: Any = SimpleNamespace(packed=_is_packed(cfg), pad_id=0)  # in the place of samples and tokenizer
+        if source.packed and cfg.tokenizer.get("max_seq_len") is None:
+            raise UserError("tokenizer.max_seq_len=null gives dataset.packed=True no length of a pack: set it")
         row = functools.partial(_pack, total=cfg.tokenizer["max_seq_len"]) if source.packed else _row
         samples = [row(rows, first_token=number % vocab_size) for number in range(cfg.batch_size)]
         number, answer = replayed_rows(cfg, self.parallel.data_parallel_size)
@@ -249,7 +254,9 @@ class FakeStep:
             references = torch.zeros(answer, top_k + 1), torch.zeros(answer, top_k, dtype=torch.int32)
             replayed = _row(Rows(2 * answer, answer), vocab_size - 1)
             samples.append({**replayed, **dict(zip(REFERENCES, references, strict=True))})
-        batch = collator(source, source, locate(cfg.collate_fn, "collate_fn"))(samples)
+        # Where there is CUDA, packs get a mask of flex attention, which has no backward on the CPU's fake tensors.
+        with mock.patch.object(_collate, "packed_block_causal_mask", create_block_causal_mask):
+            batch = collator(source, source, locate(cfg.collate_fn, "collate_fn"))(samples)
         batch["num_replayed"] = torch.tensor(_NATS, dtype=torch.float64)
         if "pretrained_token_loss" in self.loss.objective.needs:
             batch["pretrained_token_loss"] = torch.ones(batch["labels"].shape)

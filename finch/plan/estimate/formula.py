@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune.modules import TransformerDecoder
 
+from finch.base.errors import UserError
 from finch.data.dataset import Samples
 from finch.data.stats import DatasetStats
 from finch.distributed.fsdp import layer_groups
@@ -44,7 +45,9 @@ class Rows:
 
 
 def longest_row(samples: Samples, stats: DatasetStats) -> Rows:
-    """The longest of a dataset's rows, with the mean share of targets; of packed rows a pack."""
+    """The longest of a dataset's rows, with the mean share of targets; of packed rows a pack. Raises UserError if no row is good."""
+    if not stats.num_rows:
+        raise UserError(f"no row of {samples.source} can be used: fix the rows that `finch check` names")
     seq = len(samples[0]["tokens"]) if samples.packed else stats.max_length
     return Rows(seq, max(1, round(seq * stats.num_targets / sum(stats.lengths))))
 
@@ -85,17 +88,21 @@ def memory_by_formula(decoder: TransformerDecoder, cfg: DictConfig, rows: Rows, 
     replayed, answer = replayed_rows(cfg, max(1, ranks // cfg.tensor_parallel_dim))
     tokens = cfg.batch_size * rows.seq + 2 * answer * replayed
     hidden = tokens * embedding.shape[1] * compute_bytes
-    # A matrix has two widths, and a norm's weight one dimension for both.
-    widths = [sum(weight.shape) * (3 - weight.dim()) for weight in layer.parameters()]
+    # A matrix has two widths, and a norm's weight one dimension for both. Only a trained matrix needs its input.
+    widths = [
+        sum(weight.shape) * (3 - weight.dim()) if weight.requires_grad or weight.dim() == 1 else weight.shape[0]
+        for weight in layer.parameters()
+    ]
     recomputed, activations = 0, tokens * sum(widths) * compute_bytes
     if cfg.ac_mode == "full" or (cfg.enable_activation_checkpointing and cfg.ac_mode is None):
         recomputed = activations
         activations = 0 if cfg.enable_activation_offloading else hidden
     activations = activations * len(decoder.layers) + 2 * hidden
     targets = cfg.batch_size * rows.targets
-    chunks = chunks_for(targets, embedding.shape[0], build_objective(cfg)[1], has_kl=kl is not None)
+    num_chunks = build_objective(cfg)[1]
+    chunks = chunks_for(targets, embedding.shape[0], num_chunks, has_kl=kl is not None)
     logits = (12 if kl is None else 24) * embedding.shape[0] * -(-targets // chunks)
-    chunks = chunks_for(answer * replayed, embedding.shape[0], 1, has_kl=True)
+    chunks = chunks_for(answer * replayed, embedding.shape[0], num_chunks, has_kl=True)
     logits += 24 * embedding.shape[0] * -(-answer * replayed // chunks)
     backward = 2 * embedding.numel() * compute_bytes * embedding.requires_grad
     peak = gathered + activations + max(logits, recomputed)

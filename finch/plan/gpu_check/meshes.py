@@ -13,6 +13,7 @@ from finch.config.parser import read
 from finch.distributed import parallel
 from finch.plan.gpu_check.models import BATCH, TINY, random_rows, step_config, write_base, write_config
 from finch.plan.gpu_check.objectives import GRADIENT_LIMIT, LOSS_LIMIT, SGD
+from finch.plan.gpu_check.plain_model import worst_loss
 from finch.plan.gpu_check.processes import Ranks, free_port, power_of_two
 from finch.plan.gpu_check.report import LATE, Check
 from finch.plan.gpu_check.runs import compare_resumed, job, kill_hook, train
@@ -71,8 +72,7 @@ def _compare_meshes(check: Check, ranks: int) -> None:
             continue
         seen = torch.load(folder / "seen.pt")
         for key, limit in (("loss", LOSS_LIMIT), ("grad_norm", GRADIENT_LIMIT)):
-            steps = zip(seen["steps"], expected["steps"], strict=True)
-            error = max(abs(one[key] - other[key]) / other[key] for one, other in steps)
+            error = worst_loss(*([step[key] for step in run["steps"]] for run in (seen, expected)))
             check.at_most(f"{name}: {key} of {_STEPS} steps", error, limit)
         error, worst = worst_error(seen["gradients"], expected["gradients"])
         check.at_most(f"{name}: gradients of the last", error, GRADIENT_LIMIT, note=f"worst of {worst}")

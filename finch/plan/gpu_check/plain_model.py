@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from finch.objectives import IGNORE_INDEX
@@ -22,6 +24,11 @@ def plain_step(model: Model, weights: Weights, rows: list[Row], dtype: torch.dty
 def relative_error(seen: torch.Tensor, exact: torch.Tensor) -> float:
     """The norm of the difference over the norm of what is exact; infinite for NaN."""
     return float(((seen.double() - exact).norm() / exact.norm()).nan_to_num(nan=torch.inf))
+
+
+def worst_loss(seen: Iterable[float], exact: Iterable[float]) -> float:
+    """The largest relative error; NaN if one is, which Python's max drops."""
+    return float(torch.tensor([abs(one - other) / other for one, other in zip(seen, exact, strict=True)]).max())
 
 
 def _token_losses(model: Model, weights: Weights, row: Row) -> torch.Tensor:

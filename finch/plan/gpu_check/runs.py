@@ -15,7 +15,7 @@ from finch_full_finetune import FinchFullFinetune
 from finch.base import run_files
 from finch.config.parser import read
 from finch.plan.gpu_check.models import TINY, initial_weights, random_rows, step_config, write_base, write_config
-from finch.plan.gpu_check.plain_model import plain_logits, plain_step
+from finch.plan.gpu_check.plain_model import plain_logits, plain_step, worst_loss
 from finch.plan.gpu_check.processes import Ranks
 from finch.plan.gpu_check.report import Check
 from finch.plan.gpu_check.step import Step
@@ -79,9 +79,7 @@ def compare_resumed(check: Check, name: str, *, is_exact: bool) -> None:
     train(job(check, "killed", resume_from_checkpoint=True))
     metrics = [run_files.read_metrics(check.folder / run / run_files.METRICS) for run in ("straight", "killed")]
     expected, seen = ([line["loss"] for line in lines if "loss" in line] for lines in metrics)
-    error = math.inf
-    if len(seen) == len(expected):
-        error = max(abs(one - other) / other for one, other in zip(seen, expected, strict=True))
+    error = worst_loss(seen, expected) if len(seen) == len(expected) else math.inf
     limit = _CUDA_LIMIT if check.device != "cpu" else 0.0 if is_exact else _CPU_LIMIT
     check.at_most(name, error, limit, note=f"losses of {len(seen)} steps")
 
@@ -131,4 +129,4 @@ def _generate(check: Check) -> None:
         chosen = logits.gather(-1, torch.tensor(answer["tokens"])[:, None])[:, 0]
         gaps.append(float((logits.amax(-1) - chosen).max()))
     name = "generation: nats below the likeliest token in float64"
-    check.at_most(name, max(gaps), _TIE, note=f"{len(prompts)} answers of {_NEW_TOKENS} tokens")
+    check.at_most(name, float(torch.tensor(gaps).max()), _TIE, note=f"{len(prompts)} answers of {_NEW_TOKENS} tokens")

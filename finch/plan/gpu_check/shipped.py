@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import statistics
 import time
 from pathlib import Path
@@ -28,6 +29,7 @@ from finch.plan.gpu_check.models import (
     step_config,
     write_config,
 )
+from finch.plan.gpu_check.plain_model import worst_loss
 from finch.plan.gpu_check.processes import Ranks, power_of_two
 from finch.plan.gpu_check.report import Check
 from finch.plan.gpu_check.step import Step
@@ -50,7 +52,7 @@ def run(check: Check) -> None:
             with check.case(name):
                 losses[ranks] = _run_on(check, name, ranks)
     if len(losses) == 2:
-        error = max(abs(one - other) / other for one, other in zip(*losses.values(), strict=True))
+        error = worst_loss(*losses.values())
         check.at_most(f"losses of {_STEPS} steps, several ranks against one", error, _LOSS_LIMIT)
 
 
@@ -74,6 +76,7 @@ def _run_on(check: Check, name: str, ranks: int) -> list[float]:
     check.at_most(what, seen["step"] / 1e9, _MEMORY_FACTOR * estimated, expected=estimated)
     what, size = f"{name}: temporary memory of the update, GB", seen["weights"] / 1e9
     check.at_most(what, seen["update"] / 1e9, _UPDATE_SHARE * size, note=f"the complete weights have {size:.3g}")
+    check.equal(f"{name}: losses are finite", all(map(math.isfinite, seen["losses"])), True)
     check.measured(f"{name}: seconds per step", seen["seconds"])
     check.measured(f"{name}: operators of a step, ms", seen["busy_ms"], note=seen["longest"])
     return list(seen["losses"])

@@ -151,14 +151,32 @@ def test_auto_config_preserves_unless_a_method_is_named(folder, rows_file, tmp_p
 
 def test_auto_config_ranks_share_one_global_batch(folder, rows_file, monkeypatch):
     """Those that are to be started, or that are."""
-    given = ["--config", "auto", f"model_dir={folder}", f"data_files={rows_file}", "device=cpu"]
-    for ranks, batch in ((2, (4, 2)), (8, (2, 1)), (16, (1, 1))):
+    for ranks, batch, *words in (
+        (2, (4, 2)),
+        (8, (2, 1)),
+        (16, (1, 1)),
+        (1, (1, 16), "batch_size=1"),
+        (1, (16, 1), "batch_size=16"),
+        (2, (2, 4), "gradient_accumulation_steps=4"),
+        (2, (3, 2), "batch_size=3", "gradient_accumulation_steps=2"),
+        (4, (4, 2), "tensor_parallel_dim=2"),
+    ):
+        given = ["--config", "auto", f"model_dir={folder}", f"data_files={rows_file}", "device=cpu", *words]
         with monkeypatch.context() as patch:
             planned = read(given, ranks=ranks)
             for name, value in (("LOCAL_RANK", 0), ("RANK", 0), ("WORLD_SIZE", ranks)):
                 patch.setenv(name, str(value))
             for cfg in (planned, read(given)):
                 assert (cfg.batch_size, cfg.gradient_accumulation_steps) == batch
+
+
+def test_auto_config_takes_the_rate_of_its_own_steps(folder, rows_file):
+    given = f"model_dir={folder}", f"data_files={rows_file}", "device=cpu", "epochs=60"
+    rate, same, of_many = (
+        auto(*given, *words).optimizer.lr
+        for words in ([], ["batch_size=1"], ["batch_size=4", "gradient_accumulation_steps=1"])
+    )
+    assert (same, of_many) == (rate, pytest.approx(rate / 4, rel=0.5))
 
 
 def test_auto_config_refuses_a_misspelt_key_of_the_file(folder, rows_file, tmp_path):
@@ -181,7 +199,10 @@ def test_auto_config_refuses_a_misspelt_key_of_the_file(folder, rows_file, tmp_p
 def on_gpu(folder, rows_file, tmp_path, monkeypatch):
     """What is chosen for a GPU of so many bytes, which this machine need not have."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(parallel, "local_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: pytest.fail("a launcher makes no context"))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
 
     def chosen(memory, *arguments):
         properties = SimpleNamespace(total_memory=memory)
@@ -215,6 +236,11 @@ def test_auto_config_counts_what_a_rank_holds(on_gpu, tmp_path, monkeypatch):
     assert on_gpu.dtype == "bf16"
 
 
+def test_auto_config_takes_fp32_where_a_gpu_has_no_bf16(on_gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    assert (on_gpu(10**9)[:2], on_gpu.dtype) == ((4, 4), "fp32")
+
+
 def test_auto_config_takes_the_batch_that_fits_a_gpu(on_gpu, monkeypatch, caplog):
     """By the real estimate, which a later start finds; a sweep's rates do not ask again."""
     monkeypatch.setattr(trial, "LIMIT_S", 600.0)  # of a busy machine
@@ -240,7 +266,7 @@ def test_auto_config_takes_the_batch_that_fits_a_gpu(on_gpu, monkeypatch, caplog
         ([RuntimeError(".numpy() is not supported")], (1, 16, True, True), "no estimate (.numpy() is not supported)"),
     ],
 )
-def test_auto_config_tries_three_batches(answers, expected, message, on_gpu, monkeypatch, caplog):
+def test_auto_config_tries_three_batches(answers, expected, message, on_gpu, tmp_path, monkeypatch, caplog):
     asked = []
 
     def estimate_step(recipe, cfg, *, ranks, rows):
@@ -255,6 +281,7 @@ def test_auto_config_tries_three_batches(answers, expected, message, on_gpu, mon
     monkeypatch.setattr(fake_step, "estimate_step", estimate_step)
     assert on_gpu(10**9) == expected
     assert message in caplog.text
+    assert (tmp_path / "cache").exists() == message.startswith("take")  # a later start may have an estimate
     number = len(answers) - (answers[-1] == "late")
     assert asked == [("finch_full_finetune", 1, batch_size) for batch_size in (16, 4, 1)[:number]]
 
@@ -273,7 +300,8 @@ def test_auto_config_ranks_take_the_batch_of_the_first(folder, rows_file, tmp_pa
             asked.append(ranks)
             return SimpleNamespace(device_peak=10**9 if len(asked) == 1 else 10**8)
         fake_step.estimate_step = estimate_step
-        parallel.local_device = lambda _: torch.device("cuda")
+        torch.cuda.is_available = torch.cuda.is_bf16_supported = lambda **_: True
+        torch.cuda.device_count = lambda: 2
         torch.cuda.get_device_properties = lambda _: SimpleNamespace(total_memory=10**9)
         given = ["--config", "auto", "model_dir={folder}", "data_files={rows_file}"]
         cfg = read(given, FullFinetuneKeys)

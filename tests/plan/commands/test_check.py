@@ -103,6 +103,18 @@ def test_check_of_several_ranks_divides_the_weights(check):
     assert memory_of(out)["gathered layers"] > 0
 
 
+def test_check_names_what_the_gpus_lack(check, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
+    _, out = check("--nproc_per_node", "2", "device=cuda", "dtype=bf16")
+    assert re.findall(r"problem: (.*)", out) == [
+        "--nproc_per_node 2: this machine has 1 GPU; start at most that many",
+        "dtype=bf16 needs bf16, which Tesla T4 lacks: use fp32",
+    ]
+
+
 def test_check_of_lora_counts_only_trained_weights(check):
     code, out = check("method=lora", "model.lora_rank=2")
     assert code == 0, out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tomllib
@@ -9,6 +10,7 @@ from importlib import metadata
 from unittest import mock
 
 import pytest
+import torch
 from helpers.runs import ROOT, finch
 from packaging.requirements import Requirement
 
@@ -109,6 +111,40 @@ def test_doctor_names_problems_and_their_fixes(doctor_says, monkeypatch):
     assert out.count("problem: ") == 1
     assert "torchao" not in out
     assert re.search(r"^torchtune +pip install .*\[torchtune\]' +the recipes, and", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("driver", "visible", "cuda", "problem"),
+    [
+        ("echo 'NVIDIA-SMI has failed because it could not communicate with the driver'; exit 9", None, "12.8", None),
+        ("echo 'No devices found.'", None, "12.8", None),
+        ("echo 'GPU 0: Tesla T4'", None, None, "there is an NVIDIA driver, but torch (a CPU build) sees no GPU: pip"),
+        ("echo 'GPU 0: Tesla T4'", "", "12.8", "CUDA_VISIBLE_DEVICES= hides the GPUs that `nvidia-smi -L` lists"),
+        ("echo 'GPU 0: Tesla T4'", "0", None, "there is an NVIDIA driver, but torch (a CPU build) sees no GPU: pip"),
+    ],
+)
+def test_doctor_names_a_driver_that_lists_gpus(driver, visible, cuda, problem, doctor_says, tmp_path, monkeypatch):
+    file = tmp_path / "nvidia-smi"
+    file.write_text(f"#!/bin/sh\n{driver}\n")
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, out = doctor_says()
+    assert (code, out.count("problem: ")) == (int(problem is not None),) * 2
+    assert f"problem: {problem}" in out or problem is None
+
+
+def test_doctor_says_which_gpu_has_bf16(doctor_says, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    properties = [mock.Mock(major=major, total_memory=2**34) for major in (9, 7)]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+    _, out = doctor_says()
+    assert re.findall(r"^cuda:(\d).* GiB, (.*)$", out, re.MULTILINE) == [("0", "bf16"), ("1", "no bf16")]
 
 
 def test_doctor_says_what_every_extra_is_for():

@@ -111,6 +111,8 @@ def test_lora_has_gradients_and_states_of_adapters_only():
     assert (parts["gradients"], parts["optimizer states"]) == (4 * trained, 8 * trained)
     assert parts["weights"] > 4 * trained
     assert formula(model, kl_penalty={"_component_": KL})["weights"] == parts["weights"]  # no second model
+    full = formula(model.requires_grad_(True))  # here all matrices need their inputs
+    assert parts["activations"] < full["activations"]
 
 
 def test_kl_penalty_counts_a_second_model_unless_it_is_cached():
@@ -131,3 +133,8 @@ def test_checkpointing_and_chunks_save_activations_and_logits(monkeypatch):
     assert formula(loss=loss)["logits and loss"] == plain["logits and loss"]  # few enough to be kept
     monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", plain["logits and loss"] // 12)
     assert 4 * formula(loss=loss)["logits and loss"] == pytest.approx(plain["logits and loss"], rel=0.05)
+    monkeypatch.undo()
+    replay = {"share": 1.0, "max_new_tokens": 60}
+    whole = formula(self_replay=replay)["logits and loss"]
+    monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", whole // 50)
+    assert formula(self_replay=replay)["logits and loss"] < whole / 4

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torchtune.modules import RMSNorm
 
 from finch.plan.gpu_check import attention, meshes, objectives, shipped, step
+from finch.plan.gpu_check.plain_model import worst_loss
 from finch.training import optimizer, padding_free_attention, varlen_attention
 
 FACTORS = {
@@ -100,6 +105,22 @@ def test_bf16_gradient_norm_fails_the_step(check, monkeypatch):
     monkeypatch.setattr(optimizer, "grad_norm", lambda parameters: exact(parameters).bfloat16().float())
     step.run(check)
     assert {name.rpartition(": ")[2] for name in failed(check)} == {"gradient norm"}
+
+
+def test_losses_that_become_nan_fail(check, monkeypatch):
+    """On all runs alike, and after a loss that is right."""
+    assert math.isnan(worst_loss([1.0, math.nan], [1.0, 1.0]))
+    seen = {"losses": [1.0, math.nan], "step": 0, "update": 0, "weights": 1, "seconds": 1, "busy_ms": 1, "longest": ""}
+
+    def ranks(name, target, arguments, *_, **__):
+        Path(arguments["file"]).write_text(json.dumps(seen))
+        return mock.Mock()
+
+    monkeypatch.setattr(shipped, "Ranks", ranks)
+    monkeypatch.setattr(shipped, "estimate_step", lambda *_, **__: mock.Mock(peak=1, between_steps={}))
+    shipped.run(check)
+    runs = {f"tiny Qwen3, {ranks}: losses are finite" for ranks in ("2 ranks", "1 rank")}
+    assert failed(check) == {*runs, "losses of 30 steps, several ranks against one"}
 
 
 @pytest.mark.slow
