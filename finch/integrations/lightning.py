@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from finch.base.errors import UserError
 from finch.base.extras import require_extras
-from finch.integrations.step_loss import MeanLoss
+from finch.integrations.step_loss import MeanLoss, check_settings
 from finch.optim.finch_lr import FinchLR
 
 require_extras("finch.integrations.lightning", "lightning")
@@ -38,11 +38,12 @@ class FinchCallback(Callback):
         self, *, init: float | str = "first_batch", count_targets: Callable[[Any], Any] = count_targets, **options: Any
     ) -> None:
         self._options, self._count_targets = {"init": init, **options}, count_targets
-        self._step_loss = MeanLoss()
+        check_settings(**self._options)
         self._resumed: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check(trainer, pl_module, self._resumed)
+        self._step_loss = MeanLoss()
         total_steps = trainer.estimated_stepping_batches  # inf: unknown
         self.schedule = FinchLR(trainer.optimizers[0], **{"total_steps": total_steps, **self._options})
         if self._resumed is not None:

@@ -164,15 +164,15 @@ def _logits(model: Any, rows: Sequence[tuple[torch.Tensor, int]]) -> list[torch.
     return [row[len(each) - number - 1 : len(each) - 1] for row, (each, number) in zip(logits, rows, strict=True)]
 
 
-def save_answers(answers: Sequence[Answer], file: Path) -> None:
-    """All of them one after another, in one safetensors file."""
+def save_answers(answers: Sequence[Answer], file: Path, digest: str = "") -> None:
+    """All of them one after another, in one safetensors file. ``digest``: of the prompts' texts."""
     from safetensors.torch import save
 
     parts = {name: torch.cat([getattr(answer, name) for answer in answers]) for name in ("tokens", "log_probs", "top")}
     lengths = torch.tensor([[len(answer.tokens), len(answer.top)] for answer in answers])
     with atomic_file(file) as partial:
         partial.write_bytes(
-            save({**parts, "lengths": lengths})
+            save({**parts, "lengths": lengths}, {"prompts": digest})
         )  # save_file leaves another file there when it is killed
 
 
@@ -186,6 +186,14 @@ def read_answers(file: Path) -> list[Answer]:
         parts["tokens"].split(tokens), parts["log_probs"].split(answers), parts["top"].split(answers), strict=True
     )
     return [Answer(*row) for row in rows]
+
+
+def digest_of(file: Path) -> str:
+    """Of the prompts' texts."""
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as answers:
+        return (answers.metadata() or {}).get("prompts", "")
 
 
 def has_module(model: nn.Module, kind: type) -> bool:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import torch
-from torch import distributed
+from torch import distributed, nn
+
+from finch.optim.finch_lr import FinchLR
 
 
 def has_ranks() -> bool:
     """Whether this process is one of a group."""
     return distributed.is_available() and distributed.is_initialized()
+
+
+def check_settings(**options: Any) -> None:
+    """Raises FinchLR's errors, before there is an optimizer and the run's number of steps."""
+    unused = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    with warnings.catch_warnings(action="ignore"):
+        FinchLR(unused, **{"total_steps": 1, **options})
 
 
 class MeanLoss:

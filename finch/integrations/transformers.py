@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +27,7 @@ from finch.integrations.self_replay import (
     Answer,
     answer_kl,
     answer_tokens,
+    digest_of,
     has_module,
     is_replaying,
     measured_answers,
@@ -35,7 +36,7 @@ from finch.integrations.self_replay import (
     replay_kl_sum,
     save_answers,
 )
-from finch.integrations.step_loss import MeanLoss, has_ranks
+from finch.integrations.step_loss import MeanLoss, check_settings, has_ranks
 from finch.objectives.divergence import describe, divergence
 from finch.objectives.replay import around_content, end_turn, rows_in_step, step_rows
 from finch.optim.finch_lr import ETA_MAX, FinchLR
@@ -56,6 +57,7 @@ MEASURED_FILE = "forgetting.safetensors"
 _LABELS = "finch_labels"
 _NUM_MEASURED = 96  # eight of each skill
 _TOLERANCE = 1e-2  # relative, of the Trainer's loss against the mean over target tokens: 4.57 rounds what it logs
+_replay_hooks: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
 _hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
 
@@ -117,7 +119,7 @@ class FinchCallback(TrainerCallback, ExportableState):
         self._options: dict[str, Any] = {"eta_max": eta_max, "eta_base": eta_base, "ema": ema, "eps": eps}
         self._options |= {"warmup_steps": warmup_steps, "decay": decay}
         self._options |= {"on_nonfinite": on_nonfinite, "max_nonfinite": max_nonfinite}
-        self._check_options()
+        check_settings(init="first_batch" if init == "dataset" else init, **self._options)
         self._objective_loss = compute_loss_func
         self._checks_loss = check_loss and compute_loss_func is None
 
@@ -136,12 +138,12 @@ class FinchCallback(TrainerCallback, ExportableState):
         self._check_trainer(args, state, kwargs["lr_scheduler"])
         model, loader = kwargs["model"], kwargs["train_dataloader"]
         resumed = self._saved_state(state) if state.global_step > 0 else None
-        self._step_loss, self._reader = MeanLoss(), LossReader()
+        self._step_loss, self._reader, self._lacks_labels = MeanLoss(), LossReader(), False
         init = self._init
         if resumed is not None and init == "dataset":
             init = "first_batch"  # without effect: the moving average is restored
         elif init == "dataset":
-            batch_size = args.per_device_train_batch_size
+            batch_size = _batch_size(args, state)
             init, num_targets = mean_dataset_loss(model, loader, batch_size, args.device)
             logger.info(f"FINCH: mean loss before training {init:.4f} nats over {num_targets:,} target tokens")
         # Accelerate's wrapper hides what the optimizer supports.
@@ -160,6 +162,11 @@ class FinchCallback(TrainerCallback, ExportableState):
         self._attach(model, optimizer, loader)
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        if self._lacks_labels:
+            raise UserError(
+                "labels: they did not reach the model, so that FINCH cannot see the loss; the data collator must return them, and a "
+                "custom compute_loss must pass on the complete batch"
+            )
         if self._step_loss.is_empty:
             raise UserError(
                 "compute_loss_func: this step's loss did not reach FINCH; give the same ObjectiveLoss to the Trainer and to FinchCallback"
@@ -199,13 +206,6 @@ class FinchCallback(TrainerCallback, ExportableState):
 
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         _remove_hooks(kwargs["model"])
-
-    def _check_options(self) -> None:
-        """Raises FinchLR's ValueError now, and not when training begins."""
-        unused = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-        with warnings.catch_warnings(action="ignore"):
-            init = "first_batch" if self._init == "dataset" else self._init
-            FinchLR(unused, init=init, total_steps=1, **self._options)
 
     def _check_trainer(self, args: TrainingArguments, state: TrainerState, lr_scheduler: Any) -> None:
         """Raises UserError where FINCH cannot work; before the first step, and where possible in the Trainer's constructor."""
@@ -259,10 +259,8 @@ class FinchCallback(TrainerCallback, ExportableState):
             return
         batch = {"labels": self._labels, **{name: value for name, value in kwargs.items() if value is not None}}
         if batch["labels"] is None and "shift_labels" not in batch:
-            raise UserError(
-                "labels: they did not reach the model, so that FINCH cannot see the loss; the data collator must return them, and a "
-                "custom compute_loss must pass on the complete batch"
-            )
+            self._lacks_labels = True  # no error here: after an interrupt the hook is left in models that others train
+            return
         self._step_loss.update(*self._reader.read(output, batch))
 
     def _note_step(self, *args: Any) -> None:
@@ -332,7 +330,6 @@ class SelfReplay(TrainerCallback):
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
         self._answers: list[Answer] = []
         self._shares: list[list[Answer]] = []
-        self._hook: RemovableHandle | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         model, tokenizer = kwargs["model"], kwargs.get("processing_class")
@@ -353,8 +350,8 @@ class SelfReplay(TrainerCallback):
         loader = kwargs["train_dataloader"]
         self._is_sharded = has_module(model, FSDPModule)
         self._micro_batches = len(loader) if has_length(loader) else None
-        self._remove_hook()  # left by a run that ended with an error
-        self._hook = model.register_forward_hook(self._add_term)
+        _remove_replay_hook(model)  # left by a run that ended with an error
+        _replay_hooks[model] = model.register_forward_hook(self._add_term)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         number = args.gradient_accumulation_steps
@@ -362,8 +359,7 @@ class SelfReplay(TrainerCallback):
             done = state.global_step % -(-self._micro_batches // number) * number
             number = min(number, self._micro_batches - done)
         slots = number * args.world_size
-        size = state.train_batch_size if args.auto_find_batch_size else args.per_device_train_batch_size
-        full = args.gradient_accumulation_steps * args.world_size * size
+        full = args.gradient_accumulation_steps * args.world_size * _batch_size(args, state)
         rows = step_rows(self._answers, state.global_step, number=rows_in_step(self._share, full), seed=self._seed)
         self._shares = [rows[slot::slots] for slot in range(args.process_index, slots, args.world_size)]
         self._num_tokens, self._kl = sum(len(row.top) for row in rows), torch.zeros((), device=args.device)
@@ -378,14 +374,9 @@ class SelfReplay(TrainerCallback):
         if logs is not None and "loss" in logs:
             _add_to_logs(logs, state, "replay_kl", float(self._kl))
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         self._answers = []
-        self._remove_hook()
-
-    def _remove_hook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        _remove_replay_hook(kwargs["model"])
 
     def _generate(self, model: Any, tokenizer: Any) -> list[Answer]:
         stops = _stop_tokens(model, tokenizer)
@@ -498,9 +489,9 @@ class ForgettingCallback(TrainerCallback):
         options = {"max_new_tokens": self._max_new_tokens, "top_k": self._top_k}
         stops = _stop_tokens(model, tokenizer)
         make = functools.partial(measured_answers, model, prompts, stop_tokens=stops, **options)
-        self._answers = _kept(file, args, state, make, self._answers)
-        if state.global_step and [answer.tokens[: -len(answer.top)].tolist() for answer in self._answers] != prompts:
-            raise UserError(f"{file} has the answers to other prompts; resume with the same prompts and rows")
+        # Of the texts: a chat template may write the date.
+        digest = hashlib.sha256(repr(self._prompts).encode()).hexdigest()
+        self._answers = _kept(file, args, state, make, self._answers, digest)
         self._interval = self._every_n_steps or math.ceil(state.max_steps / 10)
         return self._measure(model, state, control)
 
@@ -513,7 +504,7 @@ class ForgettingCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._step != state.global_step:
+        if self._step != state.global_step or args.load_best_model_at_end:  # which is loaded by now
             self._measure(kwargs["model"], state, control)
         interval = f" [{self.metrics['kl_low']:.4f}, {self.metrics['kl_high']:.4f}]" if "kl_low" in self.metrics else ""
         self._answers, moved = [], describe(self.metrics)
@@ -606,19 +597,32 @@ def mean_dataset_loss(model: nn.Module, loader: Any, batch_size: int, device: to
 def around_user_turn(tokenizer: Any) -> tuple[list[int], list[int] | None]:
     """The tokens before a user turn's text and those between it and the answer, where the template ends turns by a special token; else BOS
     (EOS where there is none) and None."""
-    if getattr(tokenizer, "chat_template", None):
-        one, other = (_prompt(tokenizer, text) for text in ("7", "z"))
-        before, after = around_content(one, other)
-        if after and after[0] in {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}:
-            return before, after
+    before, after = _around_text(tokenizer, {"role": "user"})
+    if after:
+        return before, after
     return [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id], None
 
 
+def _around_text(tokenizer: Any, *turns: dict[str, str]) -> tuple[list[int], list[int]]:
+    """The tokens before and after the last turn's text; none where the template ends turns by no special token."""
+    if getattr(tokenizer, "chat_template", None):
+        one, other = (_prompt(tokenizer, [*turns[:-1], {**turns[-1], "content": text}]) for text in ("7", "z"))
+        before, after = around_content(one, other)
+        if after and after[0] in {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}:
+            return before, after
+    return [], []
+
+
 def _kept(
-    file: Path, args: TrainingArguments, state: TrainerState, make: Callable[[], list[Answer]], earlier: list[Answer]
+    file: Path,
+    args: TrainingArguments,
+    state: TrainerState,
+    make: Callable[[], list[Answer]],
+    earlier: list[Answer],
+    digest: str = "",
 ) -> list[Answer]:
     """The pretrained model's answers: made where the run begins, read where it is resumed, and kept where a smaller batch is tried, since the Trainer
-    goes on with the weights of then."""
+    goes on with the weights of then. ``digest``: of the prompts, which those of a resumed run must have as well."""
     if args.auto_find_batch_size and earlier:
         return earlier
     if state.global_step > 0:
@@ -626,6 +630,8 @@ def _kept(
             raise UserError(
                 f"{file} is missing: the answers of the pretrained model, which this resumed run no longer has; start a new run"
             )
+        if digest_of(file) not in ("", digest):
+            raise UserError(f"{file} has the answers to other prompts; resume with the same prompts and rows")
         return read_answers(file)
     found = [make()]
     if has_ranks():  # the same on all, which a tie could keep them from
@@ -633,13 +639,19 @@ def _kept(
     [answers] = found
     if state.is_world_process_zero:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_answers(answers, file)
+        save_answers(answers, file, digest)
     return answers
 
 
+def _batch_size(args: TrainingArguments, state: TrainerState) -> int:
+    return (state.train_batch_size if args.auto_find_batch_size else None) or args.per_device_train_batch_size
+
+
 def _stop_tokens(model: Any, tokenizer: Any) -> list[int]:
-    stops = getattr(getattr(model, "generation_config", None), "eos_token_id", None) or tokenizer.eos_token_id
-    return [stops] if isinstance(stops, int) else list(stops or [])
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None) or tokenizer.eos_token_id
+    stops = [found] if isinstance(found, int) else list(found or [])
+    after = _around_text(tokenizer, {"role": "user", "content": "7"}, {"role": "assistant"})[1]
+    return [*stops, *(token for token in after[:1] if token not in stops)]
 
 
 def _prompts_of(file: Path, number: int) -> list[tuple[str, Mapping[str, Any]]]:
@@ -659,11 +671,17 @@ def _prompts_of(file: Path, number: int) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def _prompt(tokenizer: Any, content: str | list[dict[str, str]]) -> list[int]:
-    """A user's turn, or a conversation that ends with one, up to where the answer begins; without a template the texts."""
+    """A user's turn, or a conversation that ends with one, up to where the answer begins, as the recipe renders it."""
     turns = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if not getattr(tokenizer, "chat_template", None):
-        return list(tokenizer("\n".join(turn["content"] for turn in turns))["input_ids"])
-    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        ends = {"assistant": tokenizer.eos_token}
+        lines = [
+            f"{turn['role'].capitalize()}: {turn['content'].strip()}{ends.get(turn['role']) or ''}" for turn in turns
+        ]
+        return list(tokenizer("\n".join([*lines, "Assistant:"]))["input_ids"])
+    generation = turns[-1]["role"] == "user"
+    options = {"add_generation_prompt": generation, "enable_thinking": False, "tokenize": False}
+    text = tokenizer.apply_chat_template(turns, **options)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -700,6 +718,11 @@ def _reports_token_mean(args: TrainingArguments) -> bool:
     """Whether the Trainer's logged loss should be the mean over all target tokens of the step."""
     is_global = args.average_tokens_across_devices or args.world_size == 1
     return is_global and args.label_smoothing_factor == 0
+
+
+def _remove_replay_hook(model: nn.Module) -> None:
+    if (handle := _replay_hooks.pop(model, None)) is not None:
+        handle.remove()
 
 
 def _remove_hooks(model: nn.Module) -> None:

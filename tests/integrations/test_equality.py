@@ -34,7 +34,7 @@ ON_TWO_RANKS = """
     uneven = {{"init": "dataset", "num_rows": 57, "max_steps": 1, "save_strategy": "no", "average_tokens_across_devices": False}}
     curves["dataset"] = run_trainer(data, folder / "dataset", is_sharded=True, **uneven)
     for name, is_sharded in (("DDP", False), ("FSDP2", True)):
-        run_trainer(data, folder / name, is_sharded=is_sharded, measured=folder / "texts.jsonl", save_strategy="no")
+        run_trainer(data, folder / name, is_sharded=is_sharded, measured=folder / "rows.jsonl", save_strategy="no")
     curves["self-replay"] = run_trainer(data, folder / "replay", is_replayed=True, save_strategy="no")
     # Three rows in the four micro-batches of a step: one has none, and is a pass all the same.
     replayed = {{"is_replayed": True, "is_sharded": True, "share": 3 / 16, "save_strategy": "no"}}
@@ -77,22 +77,21 @@ def test_self_replay_is_the_same_in_every_loop(shared_data, tmp_path):
 
 @pytest.fixture
 def measured(tmp_path):
-    """Prompts of two skills for the recipe, and as it renders them for a model without a chat template."""
+    """Prompts of two skills."""
     rows = [{"prompt": f"Who has {word}?", "skill": "a" if index < 9 else "b"} for index, word in enumerate(WORDS[:12])]
     write_lines(tmp_path / "rows.jsonl", *rows)
-    write_lines(tmp_path / "texts.jsonl", *({**row, "prompt": f"User: {row['prompt']}\nAssistant:"} for row in rows))
-    return tmp_path / "rows.jsonl", tmp_path / "texts.jsonl"
+    return tmp_path / "rows.jsonl"
 
 
 @pytest.mark.slow
 def test_forgetting_is_the_same_in_the_trainers_and_the_recipe(shared_data, tmp_path, measured):
-    own = {"kind": "self", "data_files": str(measured[0]), "max_new_tokens": 6}
+    own = {"kind": "self", "data_files": str(measured), "max_new_tokens": 6}
     config = recipe_config(shared_data, tmp_path, 1) | {"probes": {"own": own}, "probes_every_n_steps": 4}
     run = run_here(tmp_path, config)
     assert run.returncode == 0, run.output[-3000:]
     expected = [line for line in run.lines() if "probe/own/kl" in line]
     for name, start in (("trainer", run_trainer), ("sft", run_sft_trainer)):
-        curves = start(shared_data, tmp_path / name, measured=measured[1])
+        curves = start(shared_data, tmp_path / name, measured=measured)
         assert_equal(name, curves, run_reference(shared_data))
         *lines, last = json.loads((tmp_path / name / "forgetting.json").read_text())
         assert [line["step"] for line in lines] == [line["step"] for line in expected] == [0, 4, 8]
@@ -102,7 +101,7 @@ def test_forgetting_is_the_same_in_the_trainers_and_the_recipe(shared_data, tmp_
                 assert line[f"forgetting/{key}"] == pytest.approx(other[f"probe/own/{key}"], abs=1e-5), (name, key)
         assert last.keys() == {"kl", "kl_low", "kl_high", "kl/a", "kl_low/a", "kl_high/a", "kl/b"}
     resumed = run_trainer(
-        shared_data, tmp_path / "trainer", str(tmp_path / "trainer" / "checkpoint-4"), measured=measured[1]
+        shared_data, tmp_path / "trainer", str(tmp_path / "trainer" / "checkpoint-4"), measured=measured
     )
     assert_equal("resumed", resumed, run_reference(shared_data))
     again = json.loads((tmp_path / "trainer" / "forgetting.json").read_text())
@@ -123,7 +122,7 @@ def test_stacks_equal_plain_python_on_two_ranks(shared_data, tmp_path, measured)
     one, other = on_ranks(2, ON_TWO_RANKS.format(data=str(shared_data)), tmp_path)
     assert {name: curves[1] for name, curves in one.items()} == {name: curves[1] for name, curves in other.items()}
     assert one.pop("resumed") == one["Trainer"]
-    run_trainer(shared_data, tmp_path / "one", measured=measured[1], save_strategy="no")
+    run_trainer(shared_data, tmp_path / "one", measured=measured, save_strategy="no")
     alone, *both = (json.loads((tmp_path / name / "forgetting.json").read_text()) for name in ("one", "DDP", "FSDP2"))
     for lines in both:
         for line, expected in zip(lines, alone, strict=True):

@@ -89,7 +89,18 @@ def test_a_callback_serves_the_next_run(tmp_path):
     fit(tmp_path, callback, ckpt_path=tmp_path / "one.ckpt")
     again, _ = fit(tmp_path, callback, max_epochs=1)
     assert callback.schedule.state_dict()["num_steps"] == 6
-    assert again.rates == fit(tmp_path, finch(), max_epochs=1)[0].rates
+    rates = fit(tmp_path, finch(), max_epochs=1)[0].rates
+    assert again.rates == rates
+
+    class Failing(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 3:
+                raise RuntimeError("in the middle of a step")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        fit(tmp_path, callback, module=Failing(), accumulate_grad_batches=2)
+    assert fit(tmp_path, callback, max_epochs=1)[0].rates == rates
 
 
 def test_checkpoint_before_the_first_step_and_a_batch_that_is_passed_over(tmp_path):
@@ -116,6 +127,8 @@ def test_checkpoint_without_finch_is_refused(tmp_path):
 
 
 def test_mistakes_are_refused(tmp_path):
+    with pytest.raises(TypeError, match="eta_mx"):
+        finch(eta_mx=3)
     decaying, manual = Module(lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)), Module()
     manual.automatic_optimization = False
     with pytest.raises(UserError, match=r"^lr_scheduler: FINCH is the only one to set the learning rate"):

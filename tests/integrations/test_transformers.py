@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
+import json
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +14,29 @@ import pytest
 import torch
 import transformers
 from helpers.causal_lm import collate, finch_rates, make_model, make_token_rows, mean_loss
+from helpers.models import save
 from helpers.rows import write_lines
+from helpers.runs import ROOT
+from helpers.tokenizers import write_qwen3_tokenizer
 from tokenizers import Tokenizer, models
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
+from benchmarks.tiny_text import WORDS
 from finch.base import extras
 from finch.base.errors import UserError
+from finch.data.prompts import user_prompt
 from finch.integrations.objective_loss import ObjectiveLoss
 from finch.integrations.self_replay import answer_kl, measured_answers, own_answers, read_answers
-from finch.integrations.transformers import ANSWERS_FILE, FinchCallback, ForgettingCallback, SelfReplay
+from finch.integrations.transformers import (
+    ANSWERS_FILE,
+    FinchCallback,
+    ForgettingCallback,
+    SelfReplay,
+    _prompt,
+    _stop_tokens,
+)
+from finch.models import auto_tokenizer
 from finch.objectives import DFT, EAFT, TALR, CrossEntropy
 
 ETA_BASE, ETA_MAX = 1e-3, 1e-2
@@ -142,6 +157,19 @@ def test_loss_is_unweighted_with_label_smoothing(tmp_path):
     smooth = train(tmp_path / "smooth", other := finch(), max_steps=1, **changes)
     assert logged(smooth)[0] != pytest.approx(logged(plain)[0], rel=1e-4)
     assert other.schedule.ema_loss == pytest.approx(callback.schedule.ema_loss, rel=1e-6)
+
+
+def test_batch_size_is_found_for_the_pass_as_well(tmp_path):
+    model = make_model()
+
+    def fail(module: Any, args: Any, kwargs: Any) -> None:
+        if len(kwargs["input_ids"]) > 2:
+            raise RuntimeError("CUDA out of memory.")
+
+    model.register_forward_pre_hook(fail, with_kwargs=True)
+    changes = {"auto_find_batch_size": True, "per_device_train_batch_size": 4}
+    trainer = train(tmp_path, finch(init="dataset"), model=model, max_steps=2, **changes)
+    assert len(logged(trainer)) == 2
 
 
 def test_evaluation_does_not_count(tmp_path):
@@ -337,6 +365,26 @@ def test_labels_that_do_not_arrive_are_named(tmp_path):
         train(tmp_path, finch(), cls=Own)
 
 
+def test_run_that_was_interrupted_leaves_the_model_to_others(tmp_path):
+    class Interrupting(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    model = make_model()
+
+    def make(name: str, *callbacks: Any, **changes: Any) -> Trainer:
+        trainer = make_trainer(tmp_path / name, *callbacks, model=model, max_steps=1, **changes)
+        trainer.processing_class = trainer.callback_handler.processing_class = tokenizer_of_words()
+        return trainer
+
+    with pytest.raises(KeyboardInterrupt):
+        make("broken", finch(), SelfReplay(rows=2, max_new_tokens=2), Interrupting()).train()
+    make("other", label_smoothing_factor=0.1).train()  # whose model gets no labels
+    make("next", finch(), SelfReplay(rows=2, max_new_tokens=2)).train()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
 def test_dataset_without_length_is_refused(tmp_path):
     rows = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
     with pytest.raises(UserError, match=r"^init=dataset: \w+ has no length"):
@@ -427,10 +475,50 @@ def measured(folder: Any, **options: Any) -> Trainer:
     folder.mkdir(exist_ok=True)
     tokenizer = tokenizer_of_words()
     changes = {name: options.pop(name) for name in ("max_steps", "save_strategy", "save_steps") if name in options}
-    trainer = make_trainer(folder, finch(), **changes)
+    trainer = make_trainer(folder, finch(), **changes, **options.pop("trainer", {}))
     trainer.processing_class = trainer.callback_handler.processing_class = options.pop("tokenizer", tokenizer)
     trainer.add_callback(ForgettingCallback(trainer, **{"prompts": ["a", "b", "?"], "max_new_tokens": 4, **options}))
     return trainer
+
+
+def test_prompts_and_stops_are_the_recipes(shared_data, tmp_path):
+    """Without thinking, and also where the template closes a turn by another token than EOS; and without a template."""
+    write_qwen3_tokenizer(tmp_path, WORDS)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|endoftext|>"}))
+    for folder, text in ((tmp_path, "<think>\n\n</think>\n\n"), (shared_data / "stories260k", "\nAssistant:")):
+        tokenizer, own = transformers.AutoTokenizer.from_pretrained(folder), auto_tokenizer(str(folder))
+        prompt = _prompt(tokenizer, "Who is Ann?")
+        assert prompt == user_prompt("Who is Ann?", own)
+        assert tokenizer.decode(prompt).endswith(text)
+        assert sorted(_stop_tokens(None, tokenizer)) == own.stop_tokens
+
+
+def test_forgetting_of_the_best_model_is_measured(tmp_path):
+    """The one that is loaded at the end: here that of step 1, before a rate that destroys the model."""
+    best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "eval_dataset": ROWS[:6]}
+    changes = {"learning_rate": 1.0, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    trainer = measured(tmp_path, every_n_steps=1, trainer=best | changes)
+    trainer.train()
+    values = [line["forgetting/kl"] for line in trainer.state.log_history if "forgetting/kl" in line]
+    best_step = int(trainer.state.best_model_checkpoint.rpartition("-")[2])
+    assert best_step < 3
+    assert values[-1] == pytest.approx(values[best_step], rel=1e-5)
+
+
+def test_run_that_measures_is_resumed_on_another_day(tmp_path, monkeypatch):
+    """Its chat template writes the date."""
+    tokenizer = tokenizer_of_words()
+    tokenizer.chat_template = "{{ 'a' if strftime_now('%d') == '01' else 'b' }}"
+    found = []
+    for day, resumed in ((1, None), (2, str(tmp_path / "checkpoint-2"))):
+        today = SimpleNamespace(now=lambda day=day: datetime.date(2026, 1, day))
+        monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", today)
+        trainer = measured(tmp_path, tokenizer=tokenizer, **{**SAVED, "max_steps": 4 if resumed else 2})
+        found.append(_prompt(tokenizer, "a"))
+        trainer.train(resume_from_checkpoint=resumed)
+    assert found == [[1], [2]]
+    assert list(forgotten(trainer))[-1] == 4
 
 
 def forgotten(trainer: Trainer) -> dict[int, float]:
@@ -476,6 +564,24 @@ def test_mistakes_of_measuring_are_named(tmp_path):
     (tmp_path / "moved").rename(tmp_path / "forgetting.safetensors")
     with pytest.raises(UserError, match="has the answers to other prompts"):
         measured(tmp_path, prompts=["b"], **again).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_examples_of_the_page_train_a_bf16_folder_without_a_pad_token_in_fp32(tmp_path, monkeypatch):
+    """As Llama-3's."""
+    save("qwen3 tied", tmp_path / "MODEL", vocab_size=320)
+    write_qwen3_tokenizer(tmp_path / "MODEL", WORDS)
+    for name, changes in (("config", {"dtype": "bfloat16"}), ("tokenizer_config", {"pad_token": None})):
+        file = tmp_path / "MODEL" / f"{name}.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    write_lines(tmp_path / "rows.jsonl", *({"question": word, "answer": word} for word in ("a", "b c")))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(
+        (ROOT / "docs/integrate.md").read_text().split("examples\n", 1)[1].split("```")[1].removeprefix("python\n"),
+        names,
+    )
+    assert names["model"].dtype == torch.float32
+    assert len(names["collator"](names["rows"])["labels"]) == 2
 
 
 def test_finchs_own_prompts_are_of_twelve_skills(tmp_path):

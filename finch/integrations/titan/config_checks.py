@@ -48,6 +48,7 @@ def check_config(config: Any) -> None:
     _check_checkpoint(config)
     _check_pretrained(config)
     _check_packing(config)
+    _check_validation(config)
     if any(getattr(config, key) for key in RECIPE_KEYS):
         require_extras(f"{', '.join(RECIPE_KEYS[:2])} in TorchTitan", "torchtune")
         from finch.integrations.titan.recipe_hooks import check_keys
@@ -64,6 +65,29 @@ def _check_packing(config: Any) -> None:
                 f"{key}.is_packed=True: the model's attention, ScaledDotProductAttention, does not keep the rows of a sequence apart; set it to "
                 "False, or take FlexAttention"
             )
+
+
+def _check_validation(config: Any) -> None:
+    files, loader = getattr(config.dataloader, "data_files", None), getattr(config.validator, "dataloader", None)
+    if config.validator.enable and files and getattr(loader, "data_files", files) is None:
+        raise UserError(
+            f"validator.dataloader.data_files=None: dataloader.data_files={files} changes only the rows to train on; add "
+            f"--validator.dataloader.source None --validator.dataloader.data_files {files}, or --validator.no-enable"
+        )
+
+
+def check_steps(config: Any, rounds: int | None, micro_batches: int) -> None:
+    """Raises UserError if the rows end before the last step, after which alone TorchTitan saves. ``rounds``: micro-batches of an epoch, of which a
+    step takes ``micro_batches``; None: not known."""
+    if (
+        rounds is not None
+        and not getattr(config.dataloader, "infinite", True)
+        and config.training.steps > rounds // micro_batches
+    ):
+        raise UserError(
+            f"training.steps={config.training.steps}: with dataloader.infinite=False there are {rounds // micro_batches}; set that, or leave "
+            "--dataloader.no-infinite out"
+        )
 
 
 def _check_parallelism(parallelism: Any) -> None:

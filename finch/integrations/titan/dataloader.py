@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 from finch.base.errors import UserError
 from finch.base.extras import require_extras
+from finch.base.files import replace_text
 from finch.objectives import IGNORE_INDEX
 
 Sequence = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -23,6 +26,10 @@ ROWS_KEYS = (
     *("part", "validation_fraction", "split_seed"),
 )
 """Of a ``RowsDataLoader.Config``, the arguments of ``rows_dataset``."""
+TOKENIZER_KEYS = ("prompt_style", "thinking", "date")
+"""And those of ``auto_tokenizer``."""
+DATE_FILE = "first_start_date"
+"""In the dump folder, where the chat template writes today's date."""
 
 
 class RowsDataLoader(ParallelAwareDataloader):
@@ -73,6 +80,9 @@ class RowsDataLoader(ParallelAwareDataloader):
         thinking: bool = False
         """The chat template's ``enable_thinking``."""
 
+        date: str | None = None
+        """For a chat template that writes today's, as YYYY-MM-DD; None: that of the run's first start."""
+
         is_shuffled: bool = True
         """Whether an epoch is a seeded permutation, or the rows' own order."""
 
@@ -106,7 +116,7 @@ class RowsDataLoader(ParallelAwareDataloader):
             snapshot_every_n_steps=snapshot_every_n_steps or 1,
             batch_size=local_batch_size,
         )
-        self.rounds_per_epoch = dataset.rounds_per_epoch
+        self.rounds_per_epoch, self.chat_tokenizer = dataset.rounds_per_epoch, dataset.tokenizer
 
 
 class RowSequences(IterableDataset[Sequence], Stateful):
@@ -115,6 +125,7 @@ class RowSequences(IterableDataset[Sequence], Stateful):
     The state is the epoch and how many of its sequences the rank has had.
 
     Attributes:
+        tokenizer: finch's, of the rows.
         rounds_per_epoch: micro-batches per rank and epoch. In the last one, rows without targets take the place of what is missing.
     """
 
@@ -136,8 +147,9 @@ class RowSequences(IterableDataset[Sequence], Stateful):
         from finch.models import auto_tokenizer
 
         own = auto_tokenizer(
-            folder_of(tokenizer), max_seq_len=seq_len, thinking=config.thinking, prompt_style=config.prompt_style
+            folder_of(tokenizer), max_seq_len=seq_len, **{key: getattr(config, key) for key in TOKENIZER_KEYS}
         )
+        self.tokenizer = own
         options = {key: getattr(config, key) for key in ROWS_KEYS}
         rows = rows_dataset(own, **options, packed=config.is_packed)
         self._samples = Samples(rows, "dataloader", str(config.data_files or config.source))
@@ -174,6 +186,27 @@ class RowSequences(IterableDataset[Sequence], Stateful):
         for batch in self._order.micro_batches(self._rank, self._epoch):
             indices += batch + [EMPTY] * (self._micro_batch - len(batch))
         return indices
+
+
+def keep_date(config: Any) -> None:
+    """Gives the loaders the date of the run's first start, where the chat template writes today's: a resumed run has the same rows; a collective."""
+    loaders = [config.dataloader, getattr(config.validator, "dataloader", None)]
+    loaders = [loader for loader in loaders if isinstance(loader, RowsDataLoader.Config)]
+    if not loaders:
+        return
+    from finch.models.chat_template import read_chat_template
+
+    if "strftime_now" not in (read_chat_template(Path(config.hf_assets_path)) or ""):
+        return
+    file, date = Path(config.dump_folder) / DATE_FILE, [""]
+    if torch.distributed.get_rank() == 0:
+        if not file.is_file():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(file, loaders[0].date or str(datetime.date.today()))
+        date = [file.read_text()]
+    torch.distributed.broadcast_object_list(date)
+    for loader in loaders:
+        loader.date = loader.date or date[0]
 
 
 def to_sequence(sample: dict[str, Any], seq_len: int, pad_id: int) -> Sequence:

@@ -15,9 +15,10 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config import TrainingConfig
 
 from finch.base import files
+from finch.base.errors import UserError
 from finch.base.log import logger
 from finch.base.run_files import CONFIG, is_epoch
-from finch.integrations.titan.dataloader import ROWS_KEYS, RowsDataLoader
+from finch.integrations.titan.dataloader import ROWS_KEYS, TOKENIZER_KEYS, RowsDataLoader
 from finch.integrations.titan.losses import ObjectiveLoss, inner_loss
 from finch.integrations.titan.lr_scheduler import SCHEDULE_KEYS, FinchLRSchedulersContainer
 
@@ -102,14 +103,26 @@ def link_model(folder: Path, model: Path, epoch: int) -> None:
         logger.warning(f"{link} is no link to {model} ({error}): give finch's commands that folder")
 
 
-def complete_folder(folder: Path, assets: Path) -> None:
-    """Adds config and tokenizer of the pretrained folder to exported weights, so that transformers loads the folder."""
+def complete_folder(folder: Path, assets: Path, tokenizer: Any = None) -> None:
+    """Adds config and tokenizer of the pretrained folder to exported weights, so that transformers loads the folder, and it answers as it was
+    trained by rows of finch's ``tokenizer``."""
     if not folder.is_dir() or not any(folder.glob("*.safetensors")):
         return
     for file in assets.glob("*"):
         is_text = file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(".index.json")
         if is_text and not (folder / file.name).exists():
             shutil.copyfile(file, folder / file.name)
+    if tokenizer is None:
+        return
+    from finch.weights.huggingface import HuggingFaceFolder
+
+    try:
+        base = HuggingFaceFolder(str(assets), [])
+    except UserError as error:  # TorchTitan has models that finch's recipe has not
+        logger.warning(f"{folder} has the chat template and stop tokens of the pretrained model ({error})")
+        return
+    base.chat_template, base.stop_tokens = tokenizer.chat_template, tokenizer.stop_tokens
+    base.write_chat_settings(folder)
 
 
 def _differences(config: Any, epochs: int) -> Iterator[str]:
@@ -128,7 +141,7 @@ def _differences(config: Any, epochs: int) -> Iterator[str]:
 
 def _tokenizer(config: Any) -> dict[str, Any]:
     folder, loader = str(Path(config.hf_assets_path).resolve()), config.dataloader
-    changed = _changed(loader, ("prompt_style", "thinking")) if isinstance(loader, RowsDataLoader.Config) else {}
+    changed = _changed(loader, TOKENIZER_KEYS) if isinstance(loader, RowsDataLoader.Config) else {}
     length = {"max_seq_len": config.training.seq_len}
     return {"_component_": "finch.models.auto_tokenizer", "path": folder, **changed, **length}
 

@@ -225,7 +225,8 @@ class RecipeHooks:
             except (OSError, CheckpointException) as error:
                 raise WriteFailed(first_line(error)) from error
             if self.parallel.is_rank_zero:
-                complete_folder(folder, Path(trainer.config.hf_assets_path))
+                tokenizer = getattr(trainer.dataloader, "chat_tokenizer", None)
+                complete_folder(folder, Path(trainer.config.hf_assets_path), tokenizer)
 
         return self.run.export(write, name, self.parallel)
 

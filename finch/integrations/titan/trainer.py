@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.components.metrics import BaseLogger
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.trainer import Trainer
 
@@ -21,7 +22,8 @@ from finch.base.errors import UserError, report_user_errors
 from finch.base.log import logger
 from finch.config.methods import METHODS
 from finch.config.schema import SelfReplay
-from finch.integrations.titan.config_checks import check_config
+from finch.integrations.titan.config_checks import check_config, check_steps
+from finch.integrations.titan.dataloader import keep_date
 from finch.integrations.titan.losses import ObjectiveLoss, initial_loss
 from finch.integrations.titan.lr_scheduler import FinchLRSchedulersContainer
 from finch.integrations.titan.recipe_config import RECIPE_KEYS, complete_folder, link_model, write_config
@@ -61,6 +63,8 @@ class FinchTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         check_config(config)
         Trainer.__init__(self, config)
+        rounds = getattr(self.dataloader, "rounds_per_epoch", None)
+        check_steps(config, rounds, self.gradient_accumulation_steps)
         self.run_metrics = RunMetrics(self, self.metrics_processor.logger)
         self.metrics_processor.logger = self.run_metrics
         inner = self.loss_fn.loss_fn if isinstance(self.loss_fn, ChunkedLossWrapper) else self.loss_fn
@@ -74,16 +78,24 @@ class FinchTrainer(Trainer):
             self._hooks = RecipeHooks(self)
         self.optimizers.register_step_pre_hook(self._set_lr)
 
+    def init_distributed(self) -> ParallelDims:
+        """As TorchTitan's, and the date of the rows, which are read next."""
+        dims = Trainer.init_distributed(self)
+        keep_date(self.config)
+        return dims
+
     def train(self) -> None:
         """As TorchTitan's; a mistake in the data is one line, and a Hugging Face folder of the last step is complete and found by its link."""
         with _reported_under_torchrun():
             Trainer.train(self)
+            self._check_schedule()
             if self._hooks is not None and self._has_begun:  # else a finished run was started again
                 self._hooks.end()
         checkpoint, folder = self.config.checkpoint, Path(self.config.dump_folder)
         if checkpoint.enable and checkpoint.last_save_in_hf and torch.distributed.get_rank() == 0:
             model = folder / checkpoint.folder / f"step-{self.step}"
-            complete_folder(model, Path(self.config.hf_assets_path))
+            tokenizer = getattr(self.dataloader, "chat_tokenizer", None)
+            complete_folder(model, Path(self.config.hf_assets_path), tokenizer)
             link_model(folder, model, self._epoch())
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
@@ -102,11 +114,15 @@ class FinchTrainer(Trainer):
         if self._hooks is not None:
             metrics |= self._hooks.metrics()
         self.run_metrics.add_step(self.step, metrics)
-        if self.metrics_processor.should_log(self.step) and (skipped := self.lr_schedulers.schedule.check()):
-            logger.warning(f"{skipped} updates with a non-finite loss or gradient were skipped up to step {self.step}")
+        if self.metrics_processor.should_log(self.step):
+            self._check_schedule()
         if self._hooks is not None:
             is_last = self.step == self.config.training.steps or self._epoch(self.step + 1) > self._epoch()
             self._hooks.after_step(self.step, self._epoch(), is_epoch_end=is_last)
+
+    def _check_schedule(self) -> None:
+        if skipped := self.lr_schedulers.schedule.check():
+            logger.warning(f"{skipped} updates with a non-finite loss or gradient were skipped up to step {self.step}")
 
     def _epoch(self, step: int | None = None) -> int:
         """Of a step, or the last one, from 0."""

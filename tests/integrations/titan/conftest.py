@@ -30,6 +30,7 @@ def one_rank(once, shared_data: Path) -> dict[str, TitanRun]:
     dataset, short = ("--lr_scheduler.init", "dataset"), ("--training.steps", "6")
     saved = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "10")
     twice = ("--training.local_batch_size", "4", "--training.global_batch_size", "8")
+    rare = ("--metrics.log_freq", "4", "--checkpoint.last_save_model_only")
     changed, four = ("--dataloader.split", "train[:32]"), ("--checkpoint.interval", "4")
     jobs = [
         job("straight", *dataset),
@@ -40,6 +41,7 @@ def one_rank(once, shared_data: Path) -> dict[str, TitanRun]:
         job("other", "--checkpoint.exclude_from_loading", "lr_scheduler", *short),
         job("skipped", "--lr_scheduler.on_nonfinite", "skip", *short, nonfinite={3: "loss", 5: "gradient"}),
         job("raised", *short, nonfinite={3: "gradient"}),
+        job("raised_late", *short, *rare, nonfinite={5: "loss"}),
         *(job(name, *dataset, "--training.steps", "4", config=name) for name in ("dft", "eaft", "talr")),
         job("validated", "--training.steps", "4", config="validated"),
         job("preserving", *twice, "--training.steps", "8", config="preserving"),

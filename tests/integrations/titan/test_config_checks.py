@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.runs import ROOT
 
 from finch.base.errors import UserError
 from finch.integrations import titan
@@ -198,6 +199,31 @@ def test_folder_of_another_model_is_refused(changes, message, finch_config, tmp_
         check_config(config)
 
 
+def test_own_rows_are_validated_on_as_well(check, titan_configs):
+    from torchtitan.components.validate import Validator
+
+    from finch.integrations.titan.dataloader import RowsDataLoader
+
+    tofu = Validator.Config(enable=True, dataloader=RowsDataLoader.Config(source="locuslab/TOFU", is_packed=False))
+    assert "add --validator.dataloader.source None --validator.dataloader.data_files /" in check("validator", tofu)
+
+
+def test_rows_that_end_before_the_last_step_are_refused(finch_config, monkeypatch):
+    """TorchTitan saves nothing after them."""
+    from torchtitan.trainer import Trainer
+
+    from finch.integrations.titan import FinchTrainer
+
+    def build(self, config):
+        self.dataloader, self.gradient_accumulation_steps = SimpleNamespace(rounds_per_epoch=8), 3
+
+    monkeypatch.setattr(Trainer, "__init__", build)
+    config = finch_config()
+    config.dataloader.infinite, config.training.steps = False, 3
+    with pytest.raises(UserError, match=r"^training.steps=3: with dataloader.infinite=False there are 2; set that"):
+        FinchTrainer(config)
+
+
 def test_packed_rows_need_an_attention_that_keeps_them_apart(check):
     assert "dataloader.is_packed=True: the model's attention" in check("dataloader.is_packed", True)
 
@@ -259,6 +285,18 @@ def test_version_is_checked(monkeypatch, installed, message):
     monkeypatch.setattr(titan, "version", version)
     with pytest.raises(UserError, match=message) if message else nullcontext():
         titan.check_version()
+
+
+def test_config_of_the_page_is_a_finch_config(plain):
+    from finch.integrations.titan.config_checks import check_config
+
+    names = {}
+    exec((ROOT / "docs/titan.md").read_text().split("```python\n", 1)[1].split("```", 1)[0], names)
+    config = names["my_run"]()
+    assert config.optimizer.param_groups[0].optimizer_kwargs["lr"] < config.lr_scheduler.eta_max
+    assert config.parallelism.spmd_backend == "partial_dtensor"
+    with pytest.raises(UserError, match=r"hf_assets_path=\./assets/hf"):  # whose weights it takes
+        check_config(config)
 
 
 @pytest.mark.parametrize(

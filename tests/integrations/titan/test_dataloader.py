@@ -1,7 +1,11 @@
 """Rows as TorchTitan's sequences: their order, their targets, and what a resumed run continues with."""
 
+import datetime
+from types import SimpleNamespace
+
 import pytest
 import torch
+from helpers.tokenizers import write_tokenizer
 
 from finch.base.errors import UserError
 
@@ -87,6 +91,42 @@ def test_state_continues_with_the_next_batch(build):
     resumed = build()
     resumed.load_state_dict(loader.state_dict())
     assert tokens_of(before) + tokens_of(take(resumed, 2)) == straight
+
+
+def test_rows_keep_the_date_of_the_first_start(titan_configs, shared_data, tmp_path, monkeypatch):
+    """A chat template may write today's."""
+    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+    from torchtitan.trainer import Trainer
+
+    from finch.integrations.titan import FinchTrainer
+    from finch.integrations.titan.dataloader import RowsDataLoader
+
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    special = ["<|im_start|>", "<|im_end|>"]
+    write_tokenizer(tmp_path, ["01 2 Jan Feb"], bos=None, eos="<|im_end|>", special=special, template=template)
+    monkeypatch.setattr(Trainer, "init_distributed", lambda self: None)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda found: None)
+    found = []
+    for day in ("2026-01-31", "2026-02-01"):
+        monkeypatch.setattr(
+            "finch.integrations.titan.dataloader.datetime",
+            SimpleNamespace(date=SimpleNamespace(today=lambda day=day: datetime.date.fromisoformat(day))),
+        )
+        rows = [RowsDataLoader.Config(data_files=f"{shared_data}/tofu/full.jsonl", split="train[:8]") for _ in range(2)]
+        trainer = FinchTrainer.__new__(FinchTrainer)
+        trainer.config = SimpleNamespace(
+            dataloader=rows[0],
+            validator=SimpleNamespace(dataloader=rows[1]),
+            hf_assets_path=str(tmp_path),
+            dump_folder=str(tmp_path / "run"),
+        )
+        trainer.init_distributed()
+        options = {"tokenizer": HuggingFaceTokenizer(tokenizer_path=str(tmp_path)), "seq_len": SEQ_LEN}
+        loaders = [each.build(dp_world_size=1, dp_rank=0, local_batch_size=1, **options) for each in rows]
+        assert [loader.chat_tokenizer.date for loader in loaders] == ["2026-01-31"] * 2
+        found.append(tokens_of(take(loaders[0], 2)))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ def test_nonfinite_steps_are_skipped(one_rank, two_ranks):
 
 
 def test_nonfinite_gradient_ends_the_run(one_rank):
+    assert "not finite" in one_rank["raised_late"].result()["error"]
     run = one_rank["raised"]
     assert "not finite" in run.result()["error"]
     assert run.column("step")[-1] == 3
@@ -119,8 +120,10 @@ def test_validation_loss_is_the_exported_folders(one_rank, two_ranks, shared_dat
     assert losses[last] == pytest.approx(mean_loss(model, rows), rel=1e-5)
 
 
-def test_last_model_is_that_of_its_epoch(one_rank):
+def test_last_model_is_that_of_its_epoch_and_answers_as_trained(one_rank, shared_data):
     folder = one_rank["validated"].folder
+    expected = auto_tokenizer(str(shared_data / "stories260k")).chat_template
+    assert transformers.AutoTokenizer.from_pretrained(folder / "epoch_0").chat_template == expected
     assert (folder / "epoch_0").resolve() == folder / "checkpoint/step-4"
 
 
