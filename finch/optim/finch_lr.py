@@ -527,7 +527,12 @@ class ParamGroups:
 
     def set_lr(self, lr: Scalar) -> None:
         """Sets the first group's learning rate to ``lr``, [], and the others in proportion; reads no tensor that it need not."""
-        for group, ratio in zip(self, self._ratios, strict=True):
+        groups = list(self)
+        if len(groups) != len(self._ratios):
+            raise ValueError(
+                f"optimizer has {len(groups)} param groups, and had {len(self._ratios)}: build FinchLR after add_param_group"
+            )
+        for group, ratio in zip(groups, self._ratios, strict=True):
             set_group_lr(group, lr * ratio)
 
 

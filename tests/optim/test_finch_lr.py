@@ -180,6 +180,14 @@ def test_finch_lr_on_device_counts_a_row_that_has_ended():
         schedule.check()
 
 
+def test_finch_lr_names_a_group_that_came_later():
+    optimizer = optimizer_with(1e-3)
+    schedule = FinchLR(optimizer, eta_max=1.0, init=2.0)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(ValueError, match="has 2 param groups, and had 1: build FinchLR after add_param_group"):
+        schedule.step(1.0)
+
+
 @pytest.mark.parametrize("make", [optimizer_with, fused_with_tensor], ids=["host", "tensor"])
 def test_finch_lr_batch_without_targets_changes_nothing(make):
     optimizer = make(1e-3)
