@@ -117,7 +117,7 @@ def build_parser(
     for name, (path, text) in {name: each for group in _COMMANDS.values() for name, each in group.items()}.items():
         option, mode, mode_text = _MODES.get(name, ("", "", ""))
         flag, _, metavar = option.partition(" ")
-        is_mode = name == chosen and flag in [word.partition("=")[0] for word in words]
+        is_mode = name == chosen and bool(flag) and flag in [word.partition("=")[0] for word in words]
         if is_mode:
             path, text = mode, mode_text
         command = subparsers.add_parser(

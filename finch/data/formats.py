@@ -248,6 +248,11 @@ def _unknown(row: Mapping[str, Any], number: int = 1) -> str:
             f"row {number} has the fields chosen and rejected: these are preferences, for DPO, which finch does not train; for fine-tuning on the "
             f"chosen answers: {' '.join(f'dataset.column_map.{field}={column}' for field, column in columns.items())}"
         )
+    if len(row) == 1 and (separator := next((each for each in ";\t|" if each in str(next(iter(row)))), None)):
+        return f"row {number} has one field, {_listed(row)!r}: its columns are separated by {separator!r}; separate them by commas"
+    for format in TURN_KEYS:
+        if found := [column for column, value in row.items() if _has_type(format, value)]:
+            return f"row {number} has {LABELS[format]} in the column {found[0]!r}; name it: dataset.column_map.{next(iter(FIELDS[format]))}={found[0]}"
     return (
         "name the columns, such as dataset.column_map.question=COLUMN dataset.column_map.answer=COLUMN: "
         f"row {number} has the fields {_listed(row) or 'of no name'}, which are no known row format (docs/data.md)"

@@ -47,14 +47,14 @@ def check_schedule(cfg: DictConfig) -> str | None:
 
 def _dummy_schedule(cfg: DictConfig) -> tuple[FinchLR | ReplayLR | None, str | None]:
     """A loss-dependent schedule on a dummy optimizer, and its warning."""
-    kind = loss_schedule(cfg)
-    if kind is None:
-        return None, None
-    eta_base = cfg.optimizer.get("lr")
-    if not isinstance(eta_base, (int, float)) or eta_base <= 0:
+    kind, eta_base = loss_schedule(cfg), cfg.optimizer.get("lr")
+    has_rate = kind is not None or eta_base is not None  # else the optimizer's own
+    if has_rate and not (isinstance(eta_base, (int, float)) and eta_base > 0):
         raise UserError(
             f"optimizer.lr={eta_base} must be a number above 0: under FinchLR it is eta_base, 2e-5 in the paper"
         )
+    if kind is None:
+        return None, None
     node = {"total_steps": 1, **cfg.lr_scheduler}  # how many is known when the rows are
     if issubclass(kind, FinchLR) and node.get("init", "dataset") == "dataset":
         # The dataset's loss is not known yet, and the other arguments do not depend on it.

@@ -20,6 +20,13 @@ def test_commands_and_missing_configs_need_no_torch():
     subprocess.run([sys.executable, "-c", NEED_NO_TORCH], check=True, capture_output=True)
 
 
+@pytest.mark.parametrize("command", ["chat RUN --prompt", "sweep", "list --show", "report", "run"])
+def test_an_empty_word_is_a_mistake_in_a_line(capsys, command):
+    """As of a variable of the shell that is not set."""
+    code, _, err = finch(capsys, *command.split(), "")
+    assert (code in (1, 2), "Traceback" in err, "finch: error: " in err) == (True, False, True), err
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -80,6 +80,7 @@ def error_of(tmp_path):
         ("plain", "lr_scheduler.decay=1", "lr_scheduler.decay=1 must be number >= 0 and < 1: the last share of the steps"),
         ("plain", "lr_scheduler=null lr_scheduler.decay=-0.5", "lr_scheduler: decay=-0.5 must lie in [0, 1)"),
         ("plain", "optimizer.lr=abc", "optimizer.lr=abc must be a number above 0"),
+        ("plain", "optimizer.lr=1e-4, lr_scheduler=null", "optimizer.lr=1e-4, must be a number above 0"),
         ("plain", "optimizer.betas=[0.9,7]", "optimizer: Invalid beta parameter at index 1"),
         ("plain", "custom_sharded_layers=[tok_embedding]", "names tok_embedding, which the model does not have, did you mean tok_embeddings?"),
         # The loss and its penalties

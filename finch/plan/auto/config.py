@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -9,7 +10,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
@@ -24,6 +25,9 @@ from finch.config.schema import SelfReplay
 from finch.data.row_files import local_files, source_of
 from finch.models.families import model_block
 from finch.models.hf_config import check_folder
+
+if TYPE_CHECKING:
+    from finch.data.formats import RowFormat
 
 MAX_TOKENS = 2048
 """Longest row, where the model's context is longer."""
@@ -125,9 +129,9 @@ def complete(
         f"model_dir={hub.origin(folder) or folder}: {num_parameters / 1e6:,.1f} M parameters, "
         f"{component_of(chosen.get('model')) or component_of(given.model)}, context {context:,} tokens"
     )
-    num_rows = None
+    num_rows, num_bytes = None, 0
     if _is_open(given, "dataset"):
-        data, num_rows, message = _data(given, overrides, reads_rows=True)
+        data, num_rows, num_bytes, message = _data(given, overrides, reads_rows=True)
         chosen.update(data)
         messages.append(message)
     before = _run_before(given, chosen["output_dir"])  # a run that goes on keeps what was chosen for it
@@ -150,7 +154,7 @@ def complete(
         chosen["lr_scheduler"] = before.get("lr_scheduler")
     elif min(context, limit or context) >= _MIN_CONTEXT and _leaves_method_open(given, file_blocks, overrides):
         preserve = METHODS["preserve"].blocks
-        chosen["self_replay"] = _replay(given, preserve["self_replay"], num_rows)
+        chosen["self_replay"] = _replay(given, preserve["self_replay"], num_rows, num_bytes)
         if not _is_removed("self_replay", overrides):
             chosen["average"] = preserve["average"]
             number, most = (block["self_replay"]["rows"] for block in (chosen, preserve))
@@ -233,10 +237,8 @@ def _number(given: DictConfig, key: str) -> int | None:
     return value if isinstance(value, int) and value > 0 else None  # a wrong one is named when all keys are checked
 
 
-def _replay(given: DictConfig, block: Blocks, num_rows: int | None) -> Blocks:
-    """``block`` with as many own answers as take half of the training's time, by the size of the rows' files, and each replayed about once."""
-    files = [] if given.get("data_files") is None else local_files(_file_names(given))
-    size = sum(file.stat().st_size for file in files if file.is_file())
+def _replay(given: DictConfig, block: Blocks, num_rows: int | None, size: int) -> Blocks:
+    """``block`` with as many own answers as take half of the training's time, by the rows' bytes (0: unknown), and each replayed about once."""
     default, read = SelfReplay(), _epochs(given) * (num_rows or 0)  # the default where sizes are not known
     number = min(block["rows"], _epochs(given) * size // _BYTES_PER_ANSWER) if size else default.rows
     number = max(_MIN_ANSWERS, number)
@@ -345,12 +347,12 @@ def _long_row(cfg: DictConfig) -> tuple[int, int]:
     return tokens, max(1, min(tokens - 1, round(num_targets / sum(lengths) * tokens)))
 
 
-def _data(given: DictConfig, overrides: list[str], *, reads_rows: bool) -> tuple[Blocks, int | None, str]:
-    """The blocks dataset and dataset_validation; how many rows are left to train on (None: unknown); a line about them."""
+def _data(given: DictConfig, overrides: list[str], *, reads_rows: bool) -> tuple[Blocks, int | None, int, str]:
+    """The blocks dataset and dataset_validation; how many rows are left to train on (None: unknown), and the bytes of all; a line about them."""
     source = _source_of(given)
     named = "${source}" if given.get("source") else None
     block: Blocks = {"_component_": _ROWS}
-    num_rows = None
+    num_rows, size = None, 0
     its: Blocks = given.get("dataset") or {}
     if given.get("data_files") is None and source is not None:
         block |= {"source": named or str(source)}
@@ -367,7 +369,7 @@ def _data(given: DictConfig, overrides: list[str], *, reads_rows: bool) -> tuple
             from finch.data.table import read_table
 
             rows = formats.detect(names, source, column_map)
-            block["format"], num_rows = rows.format, rows.num_rows
+            block["format"], num_rows, size = rows.format, rows.num_rows, _size_of(local_files(names), rows)
             if its.get("split"):
                 num_rows = len(read_table(local_files(names), source, str(its["split"])))
             message += f": {num_rows:,} rows of {rows.label}"
@@ -375,11 +377,16 @@ def _data(given: DictConfig, overrides: list[str], *, reads_rows: bool) -> tuple
                 message += f" (not used: {', '.join(rows.unused_columns)})"
     keys = [*block, *(key for key in its if key not in block)]  # the command line's reach both parts
     if _is_removed("dataset_validation", overrides) or _validates_others(given):
-        return {"dataset": block, "dataset_validation": _others(given, keys)}, num_rows, f"{message}, none held out"
+        return (
+            {"dataset": block, "dataset_validation": _others(given, keys)},
+            num_rows,
+            size,
+            f"{message}, none held out",
+        )
     fraction = its.get("validation_fraction")
     if fraction is None and num_rows is not None and num_rows < MIN_ROWS_TO_SPLIT:
         none: Blocks = {"dataset": block, "dataset_validation": None}
-        return none, num_rows, f"{message}, too few to hold out some for validation"
+        return none, num_rows, size, f"{message}, too few to hold out some for validation"
     if not isinstance(fraction, float):  # a wrong one is named when all keys are checked
         fraction = VALIDATION_FRACTION if num_rows is None else min(VALIDATION_FRACTION, MAX_VALIDATION_ROWS / num_rows)
         fraction = float(f"{fraction:.3g}")
@@ -393,7 +400,22 @@ def _data(given: DictConfig, overrides: list[str], *, reads_rows: bool) -> tuple
         "dataset": {**block, "part": "train", **split},
         "dataset_validation": {**validation, "part": "validation"},
     }
-    return blocks, left, f"{message}, {share} held out for validation"
+    return blocks, left, size, f"{message}, {share} held out for validation"
+
+
+def _size_of(files: Iterable[Path], rows: RowFormat) -> int:
+    """Bytes of what training reads of the rows, as JSON, up to where all of preserve's answers are worth their time: the same rows have the same
+    size in any file."""
+    from finch.data.row_files import read_rows
+
+    size = 0
+    for file in files:
+        for row in read_rows(file, str(rows.source)):
+            fields = {field: row.get(column) for field, column in rows.columns.items()}
+            size += len(json.dumps(fields, ensure_ascii=False, default=str).encode())
+            if size >= _BYTES_PER_ANSWER * METHODS["preserve"].blocks["self_replay"]["rows"]:
+                return size
+    return size
 
 
 def _references(keys: Iterable[str]) -> Blocks:

@@ -1,5 +1,6 @@
 """`--config auto`: what is chosen by looking, that each choice can be overridden, a run of it, and its error messages."""
 
+import gzip
 import json
 import re
 import shutil
@@ -100,17 +101,21 @@ def test_auto_config_measures_what_is_forgotten(folder, rows_file, monkeypatch, 
 
 
 def test_auto_config_preserves_unless_a_method_is_named(folder, rows_file, tmp_path, monkeypatch, caplog):
-    """With as many own answers as take half of the training's time, by the rows' bytes."""
+    """With as many own answers as take half of the training's time, by the bytes of what is read of the rows."""
     given = f"model_dir={folder}", "device=cpu"
     assert auto(*given, f"data_files={rows_file}").self_replay is None  # a context of 64 tokens
     monkeypatch.setattr("finch.auto.config._MIN_CONTEXT", 64)
     many = tmp_path / "many.jsonl"
     many.write_bytes(rows_file.read_bytes() * (10_000 // rows_file.stat().st_size + 1))
     few, lines = (path.read_text().count("\n") for path in (rows_file, many))  # a tenth of them is held out
-    some = many.stat().st_size * 5 // 480
+    some = (many.stat().st_size - lines) * 5 // 480
+    with_id = tmp_path / "with_id.jsonl.gz"  # the same rows, in another file
+    rows_with_id = [json.dumps({**json.loads(line), "id": "x" * 99}) for line in many.read_text().splitlines()]
+    with_id.write_bytes(gzip.compress("\n".join(rows_with_id).encode()))
     for rows, epochs, number, share in (
         (rows_file, 1, 16, 16 / (few - few // 10)),
         (many, 5, some, max(0.25, some / 5 / (lines - lines // 10))),
+        (with_id, 5, some, max(0.25, some / 5 / (lines - lines // 10))),
         (many, 2000, 1024, 0.25),
     ):
         caplog.clear()
