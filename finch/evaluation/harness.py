@@ -81,9 +81,10 @@ class Harness:
                     f"{task.name}: its data cannot be loaded ({reason}); give --data-root, or check the network"
                 ) from error
             for part in self._parts[task.name].values():
-                if len(part.eval_docs) < launched_ranks():
+                number = min(len(part.eval_docs), self._documents_limit(task) or len(part.eval_docs))
+                if number < launched_ranks():
                     raise UserError(
-                        f"{task.name}: {part.config.task} has {len(part.eval_docs)} documents, fewer than --nproc_per_node={launched_ranks()}; start fewer ranks"
+                        f"{task.name}: {number} documents of {part.config.task} are fewer than --nproc_per_node={launched_ranks()}; start fewer ranks, or raise --limit"
                     )
                 if part.config.num_fewshot is None:
                     part.set_config(key="num_fewshot", value=0)
@@ -129,10 +130,10 @@ class Harness:
         return None if results is None else results["samples"]
 
     def _documents_limit(self, task: Task) -> int | None:
-        """Of each lm-eval task: MMLU's subjects share the task's limit, with a document for each rank at least, other parts of a task have the same documents."""
+        """Of each lm-eval task: MMLU's subjects share the task's limit, other parts of a task have the same documents."""
         if self._limit is None or not task.is_divided:
             return self._limit
-        return max(math.ceil(self._limit / len(self._parts[task.name])), launched_ranks())
+        return math.ceil(self._limit / len(self._parts[task.name]))
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -125,7 +125,12 @@ def load_tokenizer(folder: Path, option: str) -> PreTrainedTokenizerBase:
 
 def on_prompt_day(template: str) -> str:
     """A chat template that writes ``PROMPT_DAY`` in place of today."""
-    return _TODAY.sub(lambda call: repr(PROMPT_DAY.strftime(call[2])), template)
+    dated = _TODAY.sub(lambda call: repr(PROMPT_DAY.strftime(call[2])), template)
+    if "strftime_now(" in dated:
+        logger.warning(
+            "the chat template writes today's date in a way of its own: results of different days have different prompts"
+        )
+    return dated
 
 
 def shared_tokenizer(base: ModelFolder, tuned: Sequence[ModelFolder]) -> PreTrainedTokenizerBase:

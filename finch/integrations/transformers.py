@@ -492,6 +492,9 @@ class ForgettingCallback(TrainerCallback):
         # Of the texts: a chat template may write the date.
         digest = hashlib.sha256(repr(self._prompts).encode()).hexdigest()
         self._answers = _kept(file, args, state, make, self._answers, digest)
+        is_of_earlier_version = state.global_step > 0 and not digest_of(file)
+        if is_of_earlier_version and [each.tokens[: -len(each.top)].tolist() for each in self._answers] != prompts:
+            raise UserError(f"{file} has the answers to other prompts; resume with the same prompts and rows")
         self._interval = self._every_n_steps or math.ceil(state.max_steps / 10)
         return self._measure(model, state, control)
 

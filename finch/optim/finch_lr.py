@@ -245,7 +245,8 @@ class FinchLR:
         return {
             "ema_loss": self.ema_loss,
             "num_steps": int(self._num_steps),
-            "num_calls": self._num_calls,
+            # Only where it counts: TorchTitan asks a checkpoint for each key of the state.
+            **({"num_calls": self._num_calls} if self._decay.share else {}),
             "nonfinite": int(self._nonfinite),
             "nonfinite_in_a_row": int(self._in_a_row),
             **{name: getattr(self, name) for name in _HYPERPARAMETERS},

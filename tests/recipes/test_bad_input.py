@@ -116,7 +116,7 @@ def error_of(tmp_path):
         ("plain", "self_replay.share=1.5", "self_replay.share=1.5 must be number"),
         ("plain", "self_replay.strength=-1", "self_replay.strength=-1 must be number >= 0"),
         ("plain", "self_replay.prompts=/nowhere.txt", "self_replay.prompts=/nowhere.txt does not exist"),
-        ("plain", "self_replay.max_new_tokens=6 self_replay.cache=/dev/null/x", "/dev/null/x, for the answers of self_replay, cannot be written; give another folder"),
+        ("plain", "self_replay.max_new_tokens=6 self_replay.cache=/dev/null/x", "/dev/null/x, for the answers of self_replay, cannot be written; give another output_dir or self_replay.cache"),
         ("plain", "self_replay.rows=4", "a prompt of the model's own has 1 tokens and its answer of up to 64, the context has 64; lower self_replay.max_new_tokens"),
         ("plain", "dataset.packed=True self_replay.rows=4", "self_replay adds rows to each micro-batch, which dataset.packed=True fills"),
         ("replay", "", "row 1 of dataset_validation has a prompt of self_replay.prompts="),

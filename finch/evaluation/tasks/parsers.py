@@ -8,8 +8,9 @@ from collections.abc import Sequence
 # What surrounds a letter: brackets, quotes, Markdown's stars, LaTeX.
 _MARK = r"[\s*_`\"'\u201c\u201d\u2018\u2019(\[{<$]*"
 _LATEX = r"(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{)*"
+_AFTER_LETTER = r"(?:because|since|as|and|but|due|given|which|where|is|has|if|for|with|in|so|according|by|from|when|that|while|although|only)\b"
 _REASON = r"(?:because|since|as|and|but|due|given|which|where)\b"
-_LETTER = rf"{_MARK}{_LATEX}(?![AI]\s+(?!{_REASON})[a-z])([A-Z])(?!\w|[\u2019']\w|-\w)"
+_LETTER = rf"{_MARK}{_LATEX}(?![AI]\s+(?!{_AFTER_LETTER})[a-z])([A-Z])(?!\w|[\u2019']\w|-\w)"
 """An A or I before a word in lowercase is the article or the pronoun."""
 
 _IS = r"(?:is|are|be|would be|will be|should be|must be)\b"
@@ -19,9 +20,13 @@ _ANSWER = re.compile(
     # "Answer A is wrong" speaks of an option.
     rf"\b{_NO_OTHER}(?![Aa]nswers? [A-Z] (?!{_REASON})[a-z])(?:[Aa]nswers?|ANSWER|(?:[Cc]orrect|[Rr]ight|[Bb]est) (?:answer|option|choice|letter|one)|[Ff]inal choice|(?:[Ii]|would) (?:choose|pick|select))"
     rf"[\s*_`\"'\u201d\u2019)\]]*(?:{_IS}[\s*_]*[:=]?|[:=])?\s*(?:{_MEANT})?{_LETTER}"
-    rf"|(?<![\w\u2019'])([A-Z])\b\W{{0,4}}\s(?:is|would be)\s+(?:the\s+|most\s+)?(?:correct|right|best)\b"
 )
-"""Such as "The answer is **C**", "Answer: (B)", "the correct option is D", "C is correct"."""
+"""Such as "The answer is **C**", "Answer: (B)", "the correct option is D"."""
+
+_CORRECT = re.compile(
+    r"(?<![\w\u2019'])([A-Z])\b\W{0,4}\s(?:is|would be)\s+(?:the\s+|most\s+)?(?:correct|right|best)\b"
+)
+"""Such as "C is correct"."""
 
 _LOWERCASE_ANSWER = re.compile(
     r"\b(?:answer|option)(?: is)?\s*:?\s*[(\[]?([a-z])(?:[)\].]|\s*$)", re.IGNORECASE | re.MULTILINE
@@ -64,9 +69,9 @@ def letter_of(text: str, letters: str = "ABCD") -> str | None:
     are not the article A. What comes before the end of a ``</think>`` block is left out; one that does not end states nothing.
     """
     text = _without_reasoning(text)
-    for pattern in (_ANSWER, _BOXED, _LOWERCASE_ANSWER):
-        if stated := list(pattern.finditer(text)):
-            letter = stated[-1][stated[-1].lastindex or 0].upper()
+    for pattern in (_ANSWER, _BOXED, _CORRECT, _LOWERCASE_ANSWER):
+        if stated := pattern.findall(text):
+            letter = stated[-1].upper()
             return letter if letter in letters else None
     if starts := [match for match in _LINE_START.finditer(text) if match[1] in letters]:
         return (starts[0] if _is_explained(text, starts, letters[0]) else starts[-1])[1]
@@ -115,4 +120,5 @@ def _is_article(text: str, match: re.Match[str]) -> bool:
 
 def _without_reasoning(text: str) -> str:
     _, closing, rest = text.rpartition("</think>")
-    return "" if not closing and "<think>" in text else rest  # reasoning that was cut off states nothing
+    # Reasoning that was cut off states nothing; of long runs, as of a model that repeats itself, patterns would take minutes.
+    return "" if not closing and "<think>" in text else re.sub(r"([\s*_])\1{3,}", r"\1\1\1", rest)

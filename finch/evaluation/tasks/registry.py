@@ -28,9 +28,7 @@ _TOFU = Task(
     chance=1 / 6,
 )
 
-_SCIKNOWEVAL_ROWS = (
-    "SciKnowEval Chemistry L3, last letter stated in a greedy response, without one it is wrong; multiple-choice rows"
-)
+_SCIKNOWEVAL_ROWS = "SciKnowEval Chemistry L3, the letter that a greedy response states last, without one it is wrong; multiple-choice rows"
 _SCIKNOWEVAL = Task(
     name="sciknoweval",
     suite="science",
@@ -112,7 +110,7 @@ TASKS: dict[str, Task] = {
         _RELIABILITY(
             name="confidence",
             metric="brier",
-            measure="Brier score of verbalised confidence on TruthfulQA: (confidence - right)^2 over parsed responses; the right option and three wrong ones of mc1, drawn and shuffled with a seed a row; rows with fewer wrong ones are left out; greedy",
+            measure="Brier score of verbalised confidence on TruthfulQA: (confidence - right)^2 over responses that state both; the right option and three wrong ones of mc1, drawn and shuffled with a seed a row; rows with fewer wrong ones are left out; greedy",
             lm_eval_names=("finch_confidence",),
             sources=(lm_eval_tasks.TRUTHFULQA,),
             read_samples=confidence.samples,

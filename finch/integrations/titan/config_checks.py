@@ -17,6 +17,7 @@ from torchtitan.models.common.decoder import Decoder
 from finch.base.errors import UserError
 from finch.base.extras import require_extras
 from finch.base.log import logger
+from finch.integrations.titan.dataloader import TOFU
 from finch.integrations.titan.losses import ObjectiveLoss, build_objective, inner_loss
 from finch.integrations.titan.lr_scheduler import FinchLRSchedulersContainer, build_schedule
 from finch.integrations.titan.recipe_config import RECIPE_KEYS, pretrained_folder
@@ -69,7 +70,8 @@ def _check_packing(config: Any) -> None:
 
 def _check_validation(config: Any) -> None:
     files, loader = getattr(config.dataloader, "data_files", None), getattr(config.validator, "dataloader", None)
-    if config.validator.enable and files and getattr(loader, "data_files", files) is None:
+    is_own = getattr(loader, "data_files", files) is not None or getattr(loader, "source", None) != TOFU
+    if config.validator.enable and files and not is_own:
         raise UserError(
             f"validator.dataloader.data_files=None: dataloader.data_files={files} changes only the rows to train on; add "
             f"--validator.dataloader.source None --validator.dataloader.data_files {files}, or --validator.no-enable"

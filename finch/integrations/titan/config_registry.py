@@ -24,7 +24,7 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
-from finch.integrations.titan.dataloader import RowsDataLoader
+from finch.integrations.titan.dataloader import TOFU, RowsDataLoader
 from finch.integrations.titan.trainer import FinchTrainer, to_finch_config
 
 
@@ -57,7 +57,7 @@ def _sft(spec: ModelSpec, assets: str) -> FinchTrainer.Config:
     3,600 rows of 83 tokens in the mean and 163 at most (SmolLM2's tokenizer) make 1,910 packs of 192 tokens, 82% full; padded to 512, of
     what the ranks compute 16% would be rows.
     """
-    rows = RowsDataLoader.Config(source="locuslab/TOFU", name="full", part="train")
+    rows = RowsDataLoader.Config(source=TOFU, name="full", part="train")
     config = Trainer.Config(
         loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))),
         hf_assets_path=assets,

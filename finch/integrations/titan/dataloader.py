@@ -28,6 +28,8 @@ ROWS_KEYS = (
 """Of a ``RowsDataLoader.Config``, the arguments of ``rows_dataset``."""
 TOKENIZER_KEYS = ("prompt_style", "thinking", "date")
 """And those of ``auto_tokenizer``."""
+TOFU = "locuslab/TOFU"
+"""The rows of the packaged configs."""
 DATE_FILE = "first_start_date"
 """In the dump folder, where the chat template writes today's date."""
 
@@ -198,15 +200,20 @@ def keep_date(config: Any) -> None:
 
     if "strftime_now" not in (read_chat_template(Path(config.hf_assets_path)) or ""):
         return
-    file, date = Path(config.dump_folder) / DATE_FILE, [""]
+    file, found = Path(config.dump_folder) / DATE_FILE, ["", ""]  # the date, or why there is none
     if torch.distributed.get_rank() == 0:
-        if not file.is_file():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(file, loaders[0].date or str(datetime.date.today()))
-        date = [file.read_text()]
-    torch.distributed.broadcast_object_list(date)
+        try:
+            if not file.is_file():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                replace_text(file, loaders[0].date or str(datetime.date.today()))
+            found[0] = file.read_text()
+        except OSError as error:
+            found[1] = f"dump_folder={config.dump_folder} cannot be written ({error.strerror}); give another folder"
+    torch.distributed.broadcast_object_list(found)
+    if found[1]:
+        raise UserError(found[1])
     for loader in loaders:
-        loader.date = loader.date or date[0]
+        loader.date = loader.date or found[0]
 
 
 def to_sequence(sample: dict[str, Any], seq_len: int, pad_id: int) -> Sequence:

@@ -296,7 +296,7 @@ def _device_keys(given: DictConfig, num_parameters: int, rows: int, ranks: int, 
     import torch
 
     micro_batch, accumulation = (_number(given, key) for key in _BATCH_KEYS[:2])
-    micro_batch = micro_batch or max(1, min(_MICRO_BATCH, rows // (accumulation or 1)))
+    micro_batch = micro_batch or max(1, min(_MICRO_BATCH, rows) if accumulation is None else rows // accumulation)
     accumulation = accumulation or max(1, rows // micro_batch)
     keys: Blocks = {"batch_size": micro_batch, "gradient_accumulation_steps": accumulation}
     if memory is None or not torch.cuda.is_bf16_supported(including_emulation=False):

@@ -33,6 +33,28 @@ from finch.evaluation.tasks.parsers import confidence_of, letter_of
         ("C", ("C is the correct answer because D has a lower value.", "The answer is C; A is not correct")),
         ("B", ("B) text\n\nExplanation:\nA. wrong\nC. wrong\nD. wrong", "A. one\n\nB. two\n\nC. three\n\nB")),
         ("A", ("The answer is A because it binds.", "Answer: A since B is a salt.", "answer A")),
+        (
+            "A",
+            (
+                "The answer is A for the following reasons",
+                "Answer: A is the only option that fits",
+                "answer is A if dry",
+            ),
+        ),
+        (
+            "B",
+            (
+                "The answer is B. If pressure were constant, then A would be correct.",
+                "Answer: B\n\nWhy A is correct in part",
+            ),
+        ),
+        (
+            "C",
+            (
+                "The answer is C.\nIt is often thought that B is correct, but it is not.",
+                "The answer is" + " " * 9999 + "C",
+            ),
+        ),
     ],
 )
 def test_letter_is_the_last_stated_one(letter: str, texts: tuple[str, ...]) -> None:

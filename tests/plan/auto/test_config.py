@@ -163,6 +163,7 @@ def test_auto_config_ranks_share_one_global_batch(folder, rows_file, monkeypatch
         (1, (1, 16), "batch_size=1"),
         (1, (16, 1), "batch_size=16"),
         (2, (2, 4), "gradient_accumulation_steps=4"),
+        (1, (16, 1), "gradient_accumulation_steps=1"),
         (2, (3, 2), "batch_size=3", "gradient_accumulation_steps=2"),
         (4, (4, 2), "tensor_parallel_dim=2"),
     ):
