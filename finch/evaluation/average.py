@@ -28,12 +28,14 @@ from finch.config.foreign import ROWS, offline, read_config_of
 from finch.config.instantiate import build
 from finch.config.resolved import map_values
 from finch.config.validation import check
+from finch.data.row_files import file_errors
 from finch.data.stats import collect_stats
 from finch.data.training_data import TrainingData
 from finch.distributed import parallel as distributed
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import precision_of
 from finch.evaluation.choice import Choice
+from finch.evaluation.model_folders import relative_to
 from finch.evaluation.wise_ft import blend, wise_ft
 from finch.models.lora import without_lora
 from finch.probes.evaluation import evaluate
@@ -384,6 +386,8 @@ def average(
     """
     choice.check()
     cfg = read_config(run, base, trust=trust)
+    for _, error in file_errors(cfg):
+        raise UserError(f"{run}/{run_files.CONFIG}: {error}{relative_to(error)}") from error
     tuned = tuned_folder(run)
     for folder in (tuned, Path(cfg.checkpointer.checkpoint_dir)):
         check_export(folder, by_digest=verify)

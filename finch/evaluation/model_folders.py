@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from finch.base import hub, run_files
-from finch.base.errors import UserError
+from finch.base.errors import UserError, writing
+from finch.base.files import make_folder
 from finch.base.log import logger
 from finch.base.run_files import inside
 from finch.evaluation.wise_ft import check_settings
@@ -70,6 +72,11 @@ class ModelFolder:
         own = self.results is None
         root = out if own else self.run or self.path.parent
         return inside(root, *output.relative_to(root).parts, is_own=own or trust)
+
+    def make_place(self, output: Path, out: Path, *, trust: bool) -> None:
+        """Makes the folder of :meth:`place`; raises UserError as that, and where it cannot be made."""
+        with writing(f"--out={out}") if self.results is None else writing(f"{output}", "make it writable"):
+            make_folder(self.place(output, out, trust=trust))
 
     def __str__(self) -> str:
         return f"{self.option}={self.path}"
@@ -140,6 +147,12 @@ def weight_files(folder: ModelFolder) -> list[Path]:
     return sorted(folder.path.glob("pytorch_model*.bin"))
 
 
+def relative_to(error: Exception) -> str:
+    """What a message of rows that are missing lacks where a run's config names them by a relative path."""
+    remedy = "; paths are relative to the folder where the run was started: start the command there"
+    return remedy if re.search("data_files=[^/].* does not exist", str(error)) else ""
+
+
 def training_questions(run: Path, *, trust: bool = False) -> frozenset[str] | None:
     """The user's first turn of each row of the run's ``dataset``; None where the run has no config or its rows are gone. ``trust``: see
     :func:`finch.evaluation.average.average`."""
@@ -165,7 +178,7 @@ def training_questions(run: Path, *, trust: bool = False) -> frozenset[str] | No
             for index in range(len(rows)):
                 rows[index]
     except (UserError, OSError, KeyError) as error:
-        logger.warning(f"{file}: the rows that it trained on are unknown ({error})")
+        logger.warning(f"{file}: the rows that it trained on are unknown ({error}{relative_to(error)})")
         return None
     return frozenset(tokenizer.questions)
 

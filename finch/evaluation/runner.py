@@ -19,7 +19,6 @@ from filelock import FileLock, Timeout
 
 import finch
 from finch.base.errors import UserError
-from finch.base.files import make_folder
 from finch.base.log import logger
 from finch.base.progress import EvaluationProgress
 from finch.distributed.parallel import Parallel
@@ -111,7 +110,7 @@ class Evaluation:
         has_waited = False
         with contextlib.ExitStack() as stack:
             if self._ranks.is_rank_zero:
-                make_folder(self._place(target))
+                target.folder.make_place(target.output, self._options.out, trust=self._options.trust)
                 lock = FileLock(target.output / ".lock", fallback_to_soft=False)
                 with contextlib.suppress(OSError, NotImplementedError):  # a file system without locks
                     try:

@@ -12,6 +12,8 @@ from finch.evaluation.results import base_path, read_result, read_samples
 from finch.evaluation.statistics import mean_interval, paired_delta
 
 SUITE = "skills"
+_LEVEL = 0.05
+"""Of the exact test, since the bootstrap's interval of few rows is too narrow."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Skill:
         before, after: accuracies of the base and the tuned model; None where the skill has no right answers.
         change, change_low, change_high: their difference and its paired interval; ``change_low`` is None where no row has changed.
         n_choices: questions.
+        p_value: of the exact test of no change.
         moved: ``prompt``, ``before`` and ``after`` of those that moved most: the answers of both models.
     """
 
@@ -39,7 +42,14 @@ class Skill:
     change_low: float | None = None
     change_high: float | None = None
     n_choices: int = 0
+    p_value: float = 1.0
     moved: Sequence[dict[str, str]] = ()
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a change of accuracy can be shown."""
+        low, high = self.change_low, self.change_high
+        return low is not None and high is not None and not low <= 0 <= high and self.p_value < _LEVEL
 
 
 def compare(tuned: Path) -> list[Skill]:
@@ -66,6 +76,7 @@ def compare(tuned: Path) -> list[Skill]:
                 low = high = delta.mean or None
             accuracy = {"before": before.tasks[name].others["accuracy"], "after": task.others["accuracy"]}
             accuracy |= {"change": delta.mean, "change_low": low, "change_high": high, "n_choices": delta.n}
+            accuracy["p_value"] = delta.p_value
         moved = [{key: one[key] for key in ("prompt", "before", "after")} for one in samples if "prompt" in one]
         found.append(Skill(name, kl.mean, kl.low, kl.high, kl.n, **accuracy, moved=moved))
     return sorted(found, key=lambda each: -each.kl)
@@ -86,7 +97,7 @@ def table(skills: Sequence[Skill], by_text: bool = False) -> list[list[str]]:
             if low is None or high is None
             else f"{100 * each.change:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
         )
-        if low is not None and high is not None and low <= 0 <= high:
+        if low is not None and not each.has_changed:
             interval += " no change can be shown"
         rows.append(
             [each.skill, *kl, f"{100 * each.before:.1f}", f"{100 * each.after:.1f}", interval, str(each.n_choices)]
@@ -95,7 +106,7 @@ def table(skills: Sequence[Skill], by_text: bool = False) -> list[list[str]]:
 
 
 def beyond(skills: Sequence[Skill], max_kl: float | None, max_drop: float | None) -> list[str]:
-    """A line for each skill whose whole interval lies beyond a limit; ``max_drop``: points of accuracy."""
+    """A line for each skill whose whole interval lies beyond a limit; ``max_drop``: points of accuracy, of a change that can be shown."""
     found = [
         f"{each.skill}: KL {each.kl:.3f} [{each.kl_low:.3f}, {each.kl_high:.3f}] is above --max-kl={max_kl:g}"
         for each in skills
@@ -104,7 +115,10 @@ def beyond(skills: Sequence[Skill], max_kl: float | None, max_drop: float | None
     return found + [
         f"{each.skill}: accuracy fell by {-100 * (each.change or 0):.1f} points [{-100 * each.change_high:.1f}, {-100 * (each.change_low or 0):.1f}], more than --max-drop={max_drop:g}"
         for each in skills
-        if max_drop is not None and each.change_high is not None and -100 * each.change_high > max_drop
+        if max_drop is not None
+        and each.change_high is not None
+        and -100 * each.change_high > max_drop
+        and each.has_changed
     ]
 
 

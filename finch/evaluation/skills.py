@@ -25,7 +25,6 @@ from torchtune.datasets._sft import SFTTransform
 
 import finch
 from finch.base.errors import UserError
-from finch.base.files import make_folder
 from finch.base.log import logger
 from finch.base.progress import Progress
 from finch.data.prompts import Sample, plain, prompt_turns, tokenize_prompts
@@ -145,7 +144,7 @@ def measure(
         if not is_missing:
             logger.info(f"{output / SUITE}.json is reused")
             continue
-        make_folder(folder.place(output, out, trust=trust))
+        folder.make_place(output, out, trust=trust)
         model = load_model(folder, dtype, device)
         if folder is base:
             answers = list(_answers(model, rows))

@@ -22,6 +22,7 @@ from finch.distributed.parallel import Parallel
 from finch.evaluation import average as module
 from finch.evaluation.average import MAX_EVALUATIONS, Averages, Front, average, choose, describe
 from finch.evaluation.choice import Choice
+from finch.evaluation.model_folders import training_questions
 from finch.evaluation.wise_ft import wise_ft
 
 
@@ -123,12 +124,22 @@ def test_points_are_the_runs_own_and_those_of_transformers(run, base_folder, cap
     assert (run / "average" / "front.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_moved_base_interrupted_search_and_metrics_that_do_not_fall(run, base_folder, tmp_path, monkeypatch, caplog):
+def test_moved_base_interrupted_search_and_metrics_that_do_not_fall(
+    run, base_folder, rows_file, tmp_path, monkeypatch, caplog
+):
     shutil.copytree(base_folder, tmp_path / "moved")
     text = (run / "config.yaml").read_text().replace(str(base_folder), str(tmp_path / "gone"))
     (run / "config.yaml").write_text(text)
     with pytest.raises(UserError, match="gone"):
         average(run, Choice())
+    relative = text.replace(str(rows_file), "rows.jsonl")
+    (run / "config.yaml").write_text(relative)
+    there = "dataset.data_files=rows.jsonl does not exist; correct the path; paths are relative to the folder where the run was started"
+    with pytest.raises(UserError, match=there):
+        average(run, Choice(), base=tmp_path / "moved")
+    assert training_questions(run) is None
+    assert "; paths are relative to the folder where the run was started" in caplog.text
+    (run / "config.yaml").write_text(text)
     found, evaluate = [], module.Averages.evaluate
 
     def interrupted(self, alpha):

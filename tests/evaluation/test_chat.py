@@ -83,6 +83,12 @@ def test_turns_are_kept_until_they_are_cleared(run, base_folder, monkeypatch):
     assert tokenizer.decode(rendered[len(prompt) :]).split() == ["a", "bird"]
 
 
+@pytest.mark.parametrize("value", ["-1", "inf", "nan"])
+def test_temperature_is_a_number(capsys, value):
+    code, _, err = finch(capsys, "chat", "/nowhere", "--temperature", value)
+    assert (code, f"{value} must be 0 or a number above it" in err) == (2, True), err
+
+
 def test_control_characters_are_shown_escaped(capsys):
     class Model:
         tuned = "average"
@@ -120,4 +126,7 @@ def test_an_average_is_asked_as_its_run(run, tmp_path):
     for folder in (tmp_path / "run", tmp_path / "run/average"):  # the run has no other model
         chat = Chat(folder, None, **OPTIONS)
         assert (chat.answers(PROMPT), chat.tuned) == (expected, "average")
+    shutil.copytree(run / "epoch_0", tmp_path / "run/epoch_1")  # the run has gone on
+    (tmp_path / "run/epoch_1/config.json").touch()
+    assert Chat(tmp_path / "run", None, **OPTIONS).tuned == "epoch_1"
     assert Chat(run / "epoch_0", None, **OPTIONS).answers(PROMPT) == expected

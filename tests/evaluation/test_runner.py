@@ -96,7 +96,8 @@ def test_results_say_what_was_measured(evaluate, base_folder, tuned_folder, tmp_
         before = read_samples(base_path(path, tuned).parent, base.tasks[name])
         delta = paired_delta(before, samples)
         row = re.search(rf"^{name} .*\n +tuned .*$", printed, re.MULTILINE)[0]
-        assert f"{100 * task.score:.1f}  {100 * delta.mean:+.1f}" in re.sub(" +", "  ", row)
+        numbers = f"{100 * task.score:.1f}  {100 * delta.mean:+.1f}  "
+        assert numbers + f"[{100 * delta.low:+.1f},  {100 * delta.high:+.1f}]  12" in re.sub(" +", "  ", row)
 
 
 def test_edited_rows_are_evaluated_again(evaluate, data_root, tmp_path):
@@ -112,7 +113,7 @@ def test_edited_rows_are_evaluated_again(evaluate, data_root, tmp_path):
 def test_a_part_has_documents_for_each_rank(evaluate, monkeypatch):
     monkeypatch.setattr(harness, "launched_ranks", lambda: 13)
     printed = evaluate(expected_code=1)
-    assert "hellaswag: hellaswag has 12 documents, fewer than --nproc_per_node=13; start fewer ranks" in printed
+    assert "hellaswag: 12 documents of hellaswag are fewer than --nproc_per_node=13; start fewer ranks" in printed
 
 
 @pytest.mark.parametrize("uses_chat_template", [True, False])

@@ -182,8 +182,16 @@ def test_numbers_that_are_not_finite_are_refused(folders, tmp_path):
         measure(base, tuned, out=tmp_path / "out")
 
 
+def test_out_that_cannot_be_written_is_named(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(skills, "load_model", lambda *_: pytest.fail("weights were loaded"))
+    out = tmp_path / "rows.jsonl/out"
+    out.parent.touch()
+    with pytest.raises(UserError, match=rf"--out={out} cannot be written \(Not a directory\); give another folder"):
+        measure(*folders, out=out)
+
+
 FOUND = [
-    Skill("code", 0.5, 0.4, 0.6, 32, 0.75, 0.5, -0.25, -0.4, -0.1, 32),
+    Skill("code", 0.5, 0.4, 0.6, 32, 0.75, 0.5, -0.25, -0.4, -0.1, 32, 0.01),
     Skill("reading", 0.2, 0.05, 0.4, 32, 0.5, 0.53, 0.03, -0.1, 0.2, 32),
     Skill("languages", 0.1, 0.08, 0.12, 20, 0.5, 0.5, 0.0, None, None, 20),
     Skill("talk", 0.1, 0.05, 0.2, 20),
@@ -255,14 +263,18 @@ def test_gates_look_at_whole_intervals():
 
 
 def test_a_skill_that_all_rows_lost_is_beyond(tmp_path):
-    """Their paired differences are equal, which gives no interval by resampling."""
-    for folder, is_right in (("base", 1.0), ("lost", 0.0), ("kept", 1.0)):
-        samples = [{"doc_id": n, "doc_hash": "", "score": 0.1 * n, "right": is_right} for n in range(8)]
-        task = TaskResult("old", "kl", "", 0.35, 8, "skills.math.jsonl", others={"accuracy": is_right})
+    """Their paired differences are equal, which gives no interval by resampling; 3 of 8 may be chance."""
+    for folder, num_right in (("base", 8), ("lost", 0), ("kept", 8), ("few", 5)):
+        samples = [{"doc_id": n, "doc_hash": "", "score": 0.1 * n, "right": float(n < num_right)} for n in range(8)]
+        task = TaskResult("old", "kl", "", 0.35, 8, "skills.math.jsonl", others={"accuracy": num_right / 8})
         base = None if folder == "base" else "../base/skills.json"
         result = SuiteResult("skills", folder, "", base is None, base, {}, {}, {"math": task})
         write_result(tmp_path / folder, result, {"math": samples})
-    [lost], [kept] = (compare(tmp_path / folder) for folder in ("lost", "kept"))
+    [lost], [kept], [few] = (compare(tmp_path / folder) for folder in ("lost", "kept", "few"))
+    assert few.change_high < -0.1
+    assert few.p_value == 0.25
+    assert beyond([few], None, 5) == []
+    assert table([few])[1][5].endswith("no change can be shown")
     assert beyond([lost], None, 5) == ["math: accuracy fell by 100.0 points [100.0, 100.0], more than --max-drop=5"]
     assert [table([each])[1][5] for each in (lost, kept)] == ["-100.0 [-100.0, -100.0]", "no row changed"]
 

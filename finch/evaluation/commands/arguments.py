@@ -21,7 +21,8 @@ def find_models(parsed: argparse.Namespace) -> None:
     """Makes paths of ``base`` and ``tuned``, which may be names on the hub. Raises UserError as :func:`finch.base.hub.local_path`."""
     for name in vars(parsed).keys() & {"base", "tuned"}:
         found = local_path(f"--{name}", getattr(parsed, name))
-        setattr(parsed, name, [Path(one) for one in found] if isinstance(found, list) else found and Path(found))
+        many = isinstance(found, list)
+        setattr(parsed, name, [Path(one) for one in found] if many else None if found is None else Path(found))
 
 
 def check_run(run: Path) -> None:

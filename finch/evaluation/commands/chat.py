@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 
 from finch.base.extras import require_extras
 from finch.cli.arguments import positive
@@ -16,7 +17,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", metavar="TEXT", help=text)
     text = "of an answer (default: 256)"
     parser.add_argument("--max-new-tokens", type=positive(int), default=256, metavar="N", help=text)
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, the likeliest tokens")
+    parser.add_argument(
+        "--temperature", type=_temperature, default=0.0, metavar="T", help="default: 0, the likeliest tokens"
+    )
+
+
+def _temperature(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"{text} must be 0 or a number above it")
 
 
 def main(parsed: argparse.Namespace) -> None:

@@ -280,13 +280,14 @@ def _table(models: Sequence[str], results: Sequence[tuple[Path, SuiteResult]], t
         metric = before.metric if before.is_higher_better else f"{before.metric}, lower is better"
         for model, (folder, result) in zip(models, results, strict=True):
             task, is_base = result.tasks[name], result is base
-            number, delta, margin = task.n, "", ""
+            number, delta, interval = task.n, "", ""
             if before.score is not None and task.score is not None:
                 measured = mean_interval(samples) if is_base else paired_delta(samples, read_samples(folder, task))
                 number, delta = measured.n, "" if is_base else f"{100 * measured.mean:+.1f}"
-                margin = "" if math.isnan(measured.low) else f"±{50 * (measured.high - measured.low):.1f}"
+                low, high, sign = 100 * measured.low, 100 * measured.high, "" if is_base else "+"
+                interval = "" if math.isnan(low) else f"[{low:{sign}.1f}, {high:{sign}.1f}]"
             first, last = ([name, metric], _percent(task.chance)) if is_base else (["", ""], "")
-            rows.append([*first, model, _percent(task.score), delta, margin, str(number), last])
+            rows.append([*first, model, _percent(task.score), delta, interval, str(number), last])
     few = few_documents({name: base.tasks[name].n for name in tasks})
     return "\n".join([aligned(rows), *few, "", *(f"{name}: {base.tasks[name].definition}" for name in tasks)])
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import functools
 import gc
 import inspect
 import itertools
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from finch.base.errors import UserError, one_line
 from finch.base.extras import missing_after_training
 from finch.base.files import existing_part, gigabytes
+from finch.base.log import printable
 from finch.cli.early_checks import build_model, config_checks, device_of, machine_checks, only_errors_logged, read_job
 from finch.cli.run import number_of_ranks, parse_arguments
 from finch.config.instantiate import component_of
@@ -99,6 +102,7 @@ class Report:
         self.num_problems = 0
         self._title = ""
         self._mixture: Mixture | None = None
+        self._trained: Any = ()
         self._refuse_replayed: Callable[[str, Any], None] = lambda key, rows: None
         self._fit: Callable[[Any, str, Any], str | None] = lambda tokenizer, key, stats: None
 
@@ -194,6 +198,10 @@ class Report:
         if key == "dataset":
             self._mixture = mix(cfg, samples, cfg.seed or 0)
         stats = statistics.collect_stats(samples, 0, 1, limit)
+        assert samples.content is not None
+        content = samples.content[list(samples.rows)].tolist()
+        if key == "dataset":
+            self._trained = frozenset(content) - {0}  # of rows that cannot be used
         node: Any = cfg[key]
         packs = f" in {len(samples):,} packs" if samples.packed else ""
         kind = f"format {node['format']}, " if isinstance(node, Mapping) and node.get("format") else ""
@@ -203,6 +211,10 @@ class Report:
                 f"tokens a row: {stats.min_length} to {stats.max_length}, median {stats.median_length}; "
                 f"{sum(stats.lengths):,} tokens, {_share(stats.num_targets, sum(stats.lengths))} targets"
             )
+        if key != "dataset" and (known := sum(each in self._trained for each in content)):
+            is_part = isinstance(node, Mapping) and node.get("part") == "validation"
+            remedy = "dataset.split_by=content keeps such rows together" if is_part else f"remove them from {key}"
+            self._print(f"{known:,} of {len(content):,} validation rows are training rows too; {remedy}")
         if stats.num_truncated:
             rows = name_rows(stats.truncated, stats.num_truncated)
             self._print(f"{stats.num_truncated:,} reach max_seq_len={limit} and are truncated there ({rows})")
@@ -233,7 +245,7 @@ class Report:
             if most != samples.rows[0]:
                 self._print(f"{samples.row(most)}, with most turns: {rendered(samples[most], tokenizer)}")
             for index in samples.rows[: self._num_rows]:
-                self._print(f"{samples.row(index)}: {token_by_token(samples[index], tokenizer)}")
+                print(f"{'':<12}{printable(f'{samples.row(index)}: {token_by_token(samples[index], tokenizer)}')}")
         if not stats.num_targets and not stats.num_bad:
             self._problem(f"{key}: no row has a target token; raise tokenizer.max_seq_len={limit}")
         return samples, stats
@@ -289,7 +301,11 @@ class Report:
         from finch.training.run import check_disk_room, disk_use
 
         run = Path(cfg.output_dir)
-        free = shutil.disk_usage(existing_part(run)).free
+        there = existing_part(run)
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            reason = os.strerror(errno.EACCES if there.is_dir() else errno.ENOTDIR)
+            self._problem(f"output_dir={run} cannot be written ({reason}); give another folder")
+        free = shutil.disk_usage(there).free
         self._print(f"{run.absolute()}, {gigabytes(free)} free")
         adapter_only = bool(cfg.get("save_adapter_weights_only", False))
         use = disk_use(cfg, decoder)

@@ -39,8 +39,16 @@ def test_unknown_names_are_corrected(refused):
 
 def test_missing_folders_are_named(refused):
     assert "--base=/nowhere is not a folder" in refused(base="/nowhere")
+    assert "--base=. has no config.json" in refused(base="")
     assert "--include-path=/nowhere is not a folder" in refused("--include-path", "/nowhere")
     assert "--data-root=/nowhere is not a folder" in refused("--data-root", "/nowhere")
+
+
+def test_out_that_cannot_be_written_is_named(refused, tmp_path):
+    out = tmp_path / "rows.jsonl/out"
+    out.parent.touch()
+    line = refused("--tasks", "winogrande", "--out", out)
+    assert f"--out={out} cannot be written (Not a directory); give another folder" in line
 
 
 def test_hub_that_is_forbidden_is_named(refused):

@@ -1,6 +1,7 @@
 """`finch check` on a tiny model: what it reports of a good run, all mistakes of a bad one, and that it leaves nothing behind."""
 
 import json
+import os
 import re
 import shutil
 
@@ -72,6 +73,15 @@ def test_check_reports_a_good_run(check, rows_file, base_folder):
     assert sizes["weights"] == sizes["gradients"] == 78.5
     assert (sizes["weights"], sizes["optimizer states"]) == pytest.approx((78.5, 156.9), rel=0.01)
     assert {"activations", "peak"} <= set(sizes)
+
+
+def test_check_shows_all_tokens_of_long_rows(check, tmp_path):
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"question": "which bird?", "answer": " ".join(f"\x1b bird {i}" for i in range(99))}))
+    out = check("--rows", "1", f"dataset.data_files={file}", "batch_size=1")[1]
+    [(number, tokens)] = re.findall(r"(\d+) tokens: (.*)", out)
+    assert tokens.count(" | ") + 1 == int(number) == 64
+    assert "\x1b" not in out
 
 
 def test_check_counts_the_steps_of_a_mixture(check, rows_file):
@@ -227,10 +237,27 @@ def test_check_reads_replayed_prompts(check, rows_file):
     assert "problem: row 1 of dataset_validation has a prompt of self_replay.prompts=" in out
 
 
-def test_check_needs_no_writable_output_folder(check):
-    code, out = check("output_dir=/proc/nowhere/run")
-    assert code in (0, 1)  # /proc has no room on some systems
-    assert "/proc/nowhere/run" in out
+@pytest.mark.parametrize(("folder", "reason"), [("rows.jsonl", "Not a directory"), ("ro/x", "Permission denied")])
+def test_check_names_an_output_folder_that_cannot_be_written(check, tmp_path, monkeypatch, folder, reason):
+    (tmp_path / "rows.jsonl").touch()
+    (tmp_path / "ro").mkdir()
+    # Root may write anywhere.
+    monkeypatch.setattr("os.access", lambda path, mode, real=os.access: path.name != "ro" and real(path, mode))
+    code, out = check(f"output_dir={tmp_path / folder}")
+    assert code == 1
+    problem = f"output_dir={tmp_path / folder} cannot be written ({reason}); give another folder"
+    assert re.findall("problem: (.*)", out) == [problem]
+
+
+@pytest.mark.parametrize("split_by", ["order", "content"])
+def test_check_names_validation_rows_that_are_trained_on(check, rows_file, tmp_path, split_by):
+    file = tmp_path / "dups.jsonl"
+    file.write_text(3 * rows_file.read_text())
+    rows = {"_component_": "finch.data.rows.rows_dataset", "data_files": str(file), "split_by": split_by}
+    code, out = check(dataset={**rows, "part": "train"}, dataset_validation={**rows, "part": "validation"})
+    assert code == 0, out
+    line = r"1\d of 12 validation rows are training rows too; dataset.split_by=content keeps such rows together\n"
+    assert bool(re.search(line, out)) == (split_by == "order")
 
 
 def test_check_says_how(capsys):

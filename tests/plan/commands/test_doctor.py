@@ -101,14 +101,14 @@ def test_doctor_names_problems_and_their_fixes(doctor_says, monkeypatch):
     assert code == 1
     assert "problem: torchao 0.17.0 is outside <0.16,>=0.13: pip install 'torchao<0.16,>=0.13'" in out
     assert "problem: datasets is missing: pip install 'datasets>=4.1'" in out
-    assert "problem: 1 GB are free here" in out
-    assert out.count("problem: ") == 3
+    assert "note: a 4B model needs" in out  # the user's may be smaller
+    assert out.count("problem: ") == 2
     assert re.search(r"^torchtune +installed +the recipes, and", out, re.MULTILINE)
     assert re.search(r"^wandb +pip install .*\[wandb\]' +metric_logger=wandb$", out, re.MULTILINE)
     assert "tomli" not in out
     versions["torchtune"] = None  # without it the packages of its extra are of no concern
-    _, out = doctor_says()
-    assert out.count("problem: ") == 1
+    code, out = doctor_says()
+    assert code == 0
     assert "torchao" not in out
     assert re.search(r"^torchtune +pip install .*\[torchtune\]' +the recipes, and", out, re.MULTILINE)
 
