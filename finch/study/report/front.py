@@ -36,7 +36,6 @@ NUM_READINGS = 101
 """Scores at which two methods' fronts are read for their mean ratio."""
 _MAX_WITHOUT_RATIO = 0.01
 """Share of the draws that may have no quotient: where a method has forgotten nothing there is none."""
-_ROUNDING = 1e-6  # a score of 40.0 is 400 steps of 0.1, not 401
 Limits = tuple[float, float]
 _NO_LIMITS: Limits = (-math.inf, math.inf)
 _TIE = 9  # decimals: accuracies are often equal, and means of equal ones differ in their last bits
@@ -361,16 +360,17 @@ def common_scores(points: Mapping[str, Sequence[Point]], resolution: float, base
     Args:
         points: by method.
         base: the pretrained model: settings that it beats are on no front.
-        resolution: scores are rounded to it, downwards, so that the method whose setting is the first score or the last one reaches it.
+        resolution: of the scores between the first and the last one, which are those of settings, so that these reach them.
     """
     if len(points) < 2:
         return []
-    lowest = sorted(_first_on_front(group, base).new.value for group in points.values())
-    highest = sorted(map(_highest, points.values()), reverse=True)
-    start = math.floor(lowest[1] / resolution + _ROUNDING)
-    end = math.floor(highest[1] / resolution + _ROUNDING)
-    steps = np.linspace(start, end, NUM_SCORES) if start < end else [end]
-    return sorted({round(round(step) * resolution, 9) for step in steps})
+    low = sorted(_first_on_front(group, base).new.value for group in points.values())[1]
+    high = sorted(map(_highest, points.values()), reverse=True)[1]
+    start, end = round(low / resolution), round(high / resolution)
+    if start >= end:
+        return [high]
+    steps = {round(step) for step in np.linspace(start, end, NUM_SCORES)} - {start, end}
+    return [low, *sorted(round(step * resolution, 9) for step in steps), high]
 
 
 def _first_on_front(points: Sequence[Point], base: Point | None) -> Point:
@@ -416,7 +416,7 @@ def compare_fronts(trade_off: TradeOff, *, resolution: float, order: Sequence[st
                 change = _estimate(value, draws, has_intervals)
                 if method != reference and score <= highest[reference]:
                     difference = _estimate(value - other, draws - other_draws, has_intervals)
-            is_extrapolated = start is not None and score < start - resolution
+            is_extrapolated = start is not None and score < start
             methods[method].append(FrontValue(change, is_extrapolated, difference))
     pairs = {
         method: compare_pair(points, groups[reference], base, has_intervals=has_intervals)

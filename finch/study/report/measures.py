@@ -75,7 +75,7 @@ class Outcome:
     Attributes:
         base: the pretrained model's score; None where it was not measured.
         delta: score minus base.
-        p_value, test: of the delta; None for a probe.
+        p_value, test: of the delta; None for a probe and for a divergence from the base.
         p_holm: the p value adjusted over the run's tasks.
         n: documents of the score; None for a probe.
         n_clusters: independent units of the score.
@@ -216,7 +216,8 @@ def _task_outcome(run: Run, measure: Measure, bases: _Bases) -> Outcome | None:
     except UserError as error:
         raise UserError(f"{run.folder}, {measure.name}: {error}") from error
     outcome = replace(outcome, base=_estimate(before), base_samples=base, delta=_estimate(delta))
-    return replace(outcome, p_value=delta.p_value, test=delta.test)
+    # The base's divergence from itself is 0 and no other is below it: a test would say only how many documents there are.
+    return outcome if measure.metric == "kl" else replace(outcome, p_value=delta.p_value, test=delta.test)
 
 
 def _estimate(one: Mean) -> Estimate:

@@ -49,7 +49,7 @@ class Section:
         text: paragraphs.
         lists: (title, items).
         commands: shown as code.
-        skills: what :func:`finch.evaluation.skills_page.side_by_side` has found; shown on the page alone, the tables have the numbers.
+        skills: what :func:`finch.evaluation.skills_page.side_by_side` has found; shown on the page alone, the table has the numbers.
     """
 
     identifier: str
@@ -114,7 +114,8 @@ def _skills_section(report: Report) -> Iterator[Section]:
             found.setdefault(report.names.of(run), compare(run.result_path(SUITE).parent))
     if found:
         text = f"A bar is {MEASURE}, the line its 95% interval over prompts."
-        yield Section("skills", "What was forgotten, by skill", [text], skills=side_by_side(found))
+        shown = [tables.skills_table(found)]
+        yield Section("skills", "What was forgotten, by skill", [text], tables=shown, skills=side_by_side(found))
 
 
 def _reliability_section(report: Report) -> Iterator[Section]:
@@ -205,7 +206,7 @@ def _probe_drawings(report: Report) -> Iterator[Drawing]:
         key.split("/")[1] for run in runs for line in run.metrics for key in line if key.startswith("probe/")
     )
     learned = {name for run in runs for name in task_probes(run)}
-    if new is not None and new.is_probe:
+    if new is not None and new.key.startswith("probe/"):
         learned.add(new.key.split("/")[1])
     for name in names:
         role, arrow = ("new", MORE_LEARNED) if name in learned else ("old", LESS_FORGOTTEN)

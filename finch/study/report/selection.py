@@ -1,6 +1,6 @@
 """Which tasks and probes a report compares: the new task, the old tasks of its trade-off, the other old ones and the reliability tasks.
 
-Tasks come from evaluations. Where no run has an evaluated task of a role, the probes in metrics.jsonl take its place.
+Tasks come from evaluations. Where no run has an evaluated task of a role, the probes in metrics.jsonl take its place; of the new task else the validation loss.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from finch.evaluation.results import NATS, NEW, OLD, POINTS, RELIABILITY
 from finch.evaluation.tasks.registry import VALIDATION
 from finch.study.report.runs import Run, check_equal
 
-PROBE = "probe"
+PROBE, VALIDATION_LOSS = "probe", "validation_loss"
 _PROBE_METRICS = {
     "accuracy": "accuracy on the rows of the probe {}",
     "loss": "mean loss on the rows of the probe {}, nats per token",
@@ -24,14 +24,14 @@ _PROBE_METRICS = {
 
 @dataclass(frozen=True)
 class Measure:
-    """A task, or a probe that takes a task's place.
+    """A task, or a probe or the validation rows that take a task's place.
 
     Attributes:
         name: the task's, or the probe's, with its metric where several metrics of the probe could be meant (``own_answers.kl``).
-        source: the suite, or ``probe``.
+        source: the suite, ``probe`` or ``validation_loss``.
         unit: ``points`` (scores are fractions, shown in percent) or ``nats`` (losses and divergences in nats per token).
         is_higher_better: False for losses, divergences and Brier's error.
-        key: of a probe's values in metrics.jsonl; empty for a task.
+        key: of its values in metrics.jsonl; empty for a task.
         is_at_chance: the pretrained model is not above chance: the 95% interval of its score includes it, or lies below.
     """
 
@@ -81,7 +81,7 @@ class Measure:
 
     @property
     def is_probe(self) -> bool:
-        return self.source == PROBE
+        return bool(self.key)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Selection:
     """What is compared.
 
     Attributes:
-        new: what was learned; None where neither an evaluation nor a probe measures it.
+        new: what was learned; None where nothing measures it.
         old: the old tasks of the trade-off, all of one unit.
         other_old: old tasks that have their changes only in the tables: of another unit, at chance, or not named.
     """
@@ -119,7 +119,7 @@ def select_measures(
     new_name = new_task if new_task in named_probes else _find_new_task(runs, new_task, named_probes)
     evaluated = _evaluated(runs, new_name)
     known = {**named_probes, **evaluated}
-    marked = next((one for one in probes if one.role == NEW), None)
+    marked = next((one for one in probes if one.role == NEW), None) or _validation(runs)
     new = replace(known[new_name], role=NEW) if new_name is not None and new_name in known else marked
     every_old = [one for one in evaluated.values() if one.role == OLD]
     every_old = every_old or [one for one in probes if one.role == OLD and (new is None or one.key != new.key)]
@@ -141,7 +141,7 @@ def _named_old(names: Sequence[str], known: Mapping[str, Measure], new: Measure 
     for name in names:
         if name not in known:
             raise UserError(f"{option}: {name} is neither an evaluated task nor a probe; known are {_listed(known)}")
-    # Two names of a probe's loss are one measure.
+    # Two names of a probe's metric are one measure.
     chosen = list({(one.source, one.key or one.name): one for one in (known[name] for name in names)}.values())
     if new is not None and any((one.key or one.name) == (new.key or new.name) for one in chosen):
         raise UserError(f"{option}: {new.name} is the new task; leave it out, or choose another one by --new-task")
@@ -169,14 +169,15 @@ def _evaluated(runs: Sequence[Run], new_name: str | None) -> dict[str, Measure]:
 
 
 def _probes(runs: Sequence[Run]) -> tuple[list[Measure], dict[str, Measure]]:
-    """The probes of all runs: one marked ``task: True`` by its accuracy where it has one, the others by their losses, which see a change
-    long before accuracies do. And by the names that an option can give them: PROBE.METRIC, and PROBE for these, where no task has its name."""
+    """The probes of all runs: one marked ``task: True`` by its accuracy where it has one, the others by their divergence, else their loss, which
+    see a change long before accuracies do. And by the names that an option can give them: PROBE.METRIC, and PROBE for these, where no task has its name."""
     metrics = _probe_metrics(runs)
     marked = {name for run in runs for name in task_probes(run)}
     probes = []
     for name, those in metrics.items():
-        metric = "accuracy" if name in marked and "accuracy" in those else "loss"
-        if metric in those:
+        wanted = "accuracy" if name in marked else "kl"
+        metric = wanted if wanted in those else "loss"
+        if "loss" in those:
             probes.append(_probe(name, name, metric, NEW if name in marked else OLD))
     tasks = {name for run in runs for result in run.results.values() for name in result.tasks}
     named = {one.name: one for one in probes if one.name not in tasks}
@@ -192,6 +193,17 @@ def _probe(name: str, probe: str, metric: str, role: str) -> Measure:
     unit = POINTS if metric == "accuracy" else NATS
     text = _PROBE_METRICS[metric].format(probe)
     return Measure(name, role, PROBE, metric, text, unit, metric == "accuracy", key=f"probe/{probe}/{metric}")
+
+
+def _validation(runs: Sequence[Run]) -> Measure | None:
+    """The loss on the validation rows, where all runs that have it share them."""
+    found = [run for run in runs if any(line.get(VALIDATION_LOSS) is not None for line in run.metrics)]
+    if len({str(run.config.get("dataset_validation")) for run in found}) != 1:
+        return None
+    text = "mean loss on the validation rows, nats per token"
+    return Measure(
+        "validation rows", NEW, VALIDATION_LOSS, "loss", text, NATS, is_higher_better=False, key=VALIDATION_LOSS
+    )
 
 
 def _probe_metrics(runs: Sequence[Run]) -> dict[str, list[str]]:

@@ -19,7 +19,7 @@ from finch.evaluation.results import SuiteResult
 from finch.evaluation.statistics import FEW_DOCUMENTS
 from finch.evaluation.tasks.registry import SUITES
 from finch.study.report.content import Names, Report
-from finch.study.report.front import NUM_READINGS, RESAMPLES, Front, Pair, Point, Reading, choose_by
+from finch.study.report.front import NUM_READINGS, RESAMPLES, Front, Point, Reading, choose_by
 from finch.study.report.measures import Comparison
 from finch.study.report.runs import Run, base_builder
 from finch.study.report.selection import Measure
@@ -65,7 +65,7 @@ def summarize(report: Report) -> list[Paragraph]:
         return [(f"{opening} Its setting with the best {chosen_by}, and {forgotten}:", [_learned(best, report)])]
     text = f"{forgotten[0].upper()}{forgotten[1:]}, of each method and {names.styles[front.reference].label} where both have learned equally much"
     text += " (95% intervals, each for one comparison):" if trade_off.has_intervals else ":"
-    items = [_pair_text(names.styles[one].label, pair, new, old[0]) for one, pair in front.pairs.items()]
+    items = [_pair_text(names, front, one, new, old[0]) for one in front.pairs]
     return [(f"{opening} {_conclusion(front, new, names)}", []), (text, items)]
 
 
@@ -81,7 +81,7 @@ def _what_is_missing(comparison: Comparison) -> str:
     if comparison.new is None and not comparison.old:
         return "Neither an evaluation nor a probe measures what was learned or forgotten yet: this report has training curves only."
     if comparison.new is None:
-        return "Nothing measures the new task yet (an evaluation of it, or a probe with task: True), so there is no trade-off."
+        return "Nothing measures the new task yet (an evaluation of it, a probe with task: True, or validation rows that all runs share), so there is no trade-off."
     if not comparison.old:
         return "Nothing measures old tasks yet (the suite forgetting, or probes), so there is no trade-off."
     return "No run has both the new task and all old tasks yet, so there is no trade-off."
@@ -112,7 +112,7 @@ def _conclusion(front: Front, new: Measure, names: Names) -> str:
         "alike": lambda those, _: f"of {those} no difference from {reference} can be shown",
         "unknown": lambda those, _: f"of {those} nothing is concluded, since there are no intervals",
         "once": lambda those, _: f"of {those} nothing is concluded from one score, add learning rates",
-        "apart": lambda those, _: f"{those} and {reference} were measured at no common score",
+        "apart": lambda those, _: f"{reference} was measured at no common score with {those}",
     }
     parts = [
         text(join(labels[verdict]), "forget" if len(labels[verdict]) > 1 else "forgets")
@@ -122,8 +122,12 @@ def _conclusion(front: Front, new: Measure, names: Names) -> str:
     return f"At an equal score on {new.name}: {'; '.join(parts)}."
 
 
-def _pair_text(label: str, pair: Pair, new: Measure, old: Measure) -> str:
+def _pair_text(names: Names, front: Front, method: str, new: Measure, old: Measure) -> str:
     """The mean over the common range, and the highest score that both reach."""
+    pair, label, reference = front.pairs[method], *(names.styles[one].label for one in (method, front.reference))
+    if pair.is_guess:
+        further = max((front.reference, method), key=lambda one: front.highest[one])
+        return f"{label} and {reference}: at no common score; train {names.styles[further].label} with fewer epochs or a lower rate too."
 
     def text(one: Reading) -> str:
         if one.ratio is not None:
@@ -134,8 +138,6 @@ def _pair_text(label: str, pair: Pair, new: Measure, old: Measure) -> str:
 
     end = equal_score(pair.scores[-1], new)
     at_end = f"at {end}, the highest score that both reach, {text(pair.highest)}"
-    if pair.is_guess:
-        return f"{label} forgets {at_end}: a guess, on a straight line from the pretrained model."
     if len(pair.scores) == 1:
         return f"{label} forgets {at_end}."
     without = pair.ratios_without_one
@@ -216,6 +218,12 @@ def _probes_note(comparison: Comparison) -> Iterator[str]:
         )
 
 
+def _not_evaluated_note(comparison: Comparison) -> Iterator[str]:
+    names = [run.folder.name for run in comparison.runs if run.metrics and not run.results]
+    if 0 < len(names) < len(comparison.runs):
+        yield f"Without an evaluation: {join(names)}."
+
+
 def _cap_note(comparison: Comparison) -> Iterator[str]:
     shares = list(filter(None, (run_files.capped_share(run.metrics) for run in comparison.runs)))
     if shares:
@@ -253,6 +261,7 @@ _NOTES = (
     _chance_notes,
     _few_documents_note,
     _probes_note,
+    _not_evaluated_note,
     _cap_note,
     _precisions_note,
     _evaluations_notes,
@@ -325,7 +334,7 @@ def provenance(comparison: Comparison) -> dict[str, Sequence[str]]:
     """Lists by title: definitions, evaluations with their settings and versions, training data, and how numbers are computed."""
     measures = comparison.measures
     divergences = ", ".join(measure.name for measure in measures if measure.metric == "kl")
-    explained = f"{divergences}: how far the model's next-token probabilities have moved from the pretrained model's: 0 before tuning, never less. A small p says only that they have moved."
+    explained = f"{divergences}: how far the model's next-token probabilities have moved from the pretrained model's: 0 before tuning, never less, so there is no test."
     return {
         "Tasks and their definitions": [f"{one.name} ({one.role}, {one.metric}): {one.definition}" for one in measures],
         "Evaluations": [*_evaluations(comparison), *_probe_steps(comparison)],

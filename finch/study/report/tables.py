@@ -13,7 +13,9 @@ from typing import Any
 
 from finch.base import run_files
 from finch.base.log import printable
+from finch.evaluation import skill_changes
 from finch.evaluation.results import OLD, POINTS, Sample
+from finch.evaluation.skill_changes import Skill
 from finch.evaluation.statistics import FEW_DOCUMENTS, Z, expected_calibration_error, half_width
 from finch.evaluation.tasks.confidence import stated_confidences
 from finch.study.report.content import Report
@@ -30,7 +32,7 @@ LONG = 24
 CSV_COLUMNS = (
     *("run", "method", "learning_rate", "batch_size", "seed", "task", "role", "source", "metric", "n"),
     *("score", "score_low", "score_high", "base_score", "delta", "standard_error", "delta_low", "delta_high"),
-    *("p_value", "p_holm", "test", "step", "unit"),
+    *("p_value", "p_holm", "test", "step", "unit", "accuracy", "base_accuracy"),
 )
 
 Row = dict[str, str]
@@ -122,7 +124,8 @@ def _change_cell(one: Outcome | None) -> str:
 
 
 def _change_title(measure: Measure) -> str:
-    return f"{measure.title}, {measure.change_unit}"
+    metric = f" ({measure.metric})" if measure.is_probe else ""
+    return f"{measure.title}{metric}, {measure.change_unit}"
 
 
 def _mean_titles(comparison: Comparison) -> list[str]:
@@ -189,7 +192,12 @@ def front_tables(report: Report) -> list[Table]:
         counts = {"settings": str(len(points[method])), "runs": str(num_runs)}
         changes.append(label | dict(zip(titles, cells, strict=True)) | counts)
         if method != front.reference:
-            cells = [_turned(value.difference, old) for value in values]
+            others = front.methods[front.reference]
+            cells = [
+                _turned(one.difference, old)
+                + (" †" if one.difference and (one.is_extrapolated or other.is_extrapolated) else "")
+                for one, other in zip(values, others, strict=True)
+            ]
             differences.append(label | dict(zip(titles, cells, strict=True)))
     change = Table(
         f"Change of the old tasks, {old.change_unit}, at equal {new.name}",
@@ -201,7 +209,7 @@ def front_tables(report: Report) -> list[Table]:
         f"Difference from {report.names.styles[front.reference].label}, {old.change_unit}",
         differences,
         f"{'Above' if old.sign > 0 else 'Below'} 0: forgets less. Both methods are compared on the same documents and seeds. An interval that "
-        "includes 0 shows no difference.",
+        "includes 0 shows no difference. † as above: a guess.",
     )
     return [change, difference] if differences else [change]
 
@@ -296,6 +304,17 @@ def tasks_table(report: Report) -> Table:
         "chance, so there is nothing to forget.",
         text_columns=("role", "metric", "from"),
     )
+
+
+def skills_table(models: Mapping[str, Sequence[Skill]]) -> Table:
+    """What each model forgot of each skill, and its accuracies."""
+    titles = ("KL, nats per token", "prompts", "right before, %", "after, %", "change, points", "questions")
+    rows = []
+    for label, skills in models.items():
+        for skill, *cells in skill_changes.table(skills)[1:]:
+            shown = (NONE if cell in ("", "-") else cell.replace("-", MINUS) for cell in cells)
+            rows.append({"run": label, "skill": skill, **dict(zip(titles, shown, strict=True))})
+    return Table("By skill", rows, "[95% intervals.]", text_columns=("skill",))
 
 
 def reliability_table(report: Report) -> Table:
@@ -424,8 +443,12 @@ def summary_csv(comparison: Comparison) -> str:
             "seed": run.seed,
         }
         for name, one in outcomes.items():
+            suite = comparison.bases.get(one.measure.source)
+            base = suite and suite.tasks.get(name)
             row = start | {
                 "task": name,
+                "accuracy": one.others.get("accuracy"),
+                "base_accuracy": base and base.others.get("accuracy"),
                 "score": one.score.value,
                 "score_low": one.score.low,
                 "score_high": one.score.high,

@@ -157,7 +157,7 @@ def test_common_scores_are_reached_by_two_methods():
         "b": [point("b", 50.0, -1), point("b", 70.07, -3)],
         "c": [point("c", 20.0, -1)],
     }
-    assert common_scores(points, 0.1) == [40.0, 47.5, 55.0, 62.5, 70.0]
+    assert common_scores(points, 0.1) == [40.0, 47.5, 55.0, 62.6, 70.07]
     assert common_scores({"a": points["a"]}, 0.1) == []
     assert common_scores({"a": points["a"], "c": points["c"]}, 0.1) == [20.0]
 
@@ -193,7 +193,7 @@ def test_compare_fronts_by_hand():
 @pytest.mark.parametrize(
     ("points", "score", "change", "is_extrapolated"),
     [
-        ([point("a", 40.0, -1), point("a", 90.0, -9), point("b", 55.08, -5)], 55.0, -5, False),  # rounded
+        ([point("a", 40.0, -1), point("a", 90.0, -9), point("b", 55.08, -5)], 55.08, -5, False),  # the setting's own
         ([point("a", 40.0, -4), point("b", 60.0, -3)], 40.0, -1.5, True),  # half of the way from the pretrained model
         ([point("a", 30.0, -1), point("b", 60.0, 2)], 30.0, 2, False),  # it beats the pretrained model
     ],

@@ -83,6 +83,27 @@ def test_probes_take_the_place_of_evaluations(tmp_path):
     assert outcome.step == 40
 
 
+def test_validation_loss_takes_the_place_of_the_new_task(tmp_path):
+    """Where nothing else measures it, and all runs share the rows."""
+
+    def measure_of(probes, *rows):
+        runs = []
+        for number, source in enumerate(rows):
+            config = {"probes": probes, "dataset_validation": source}
+            runs.append(make_run(tmp_path / f"{len(probes)} {rows} {number}", "sft", 1e-4, base=None, config=config))
+            for loss, step, epoch in ((3.0, 0, 0), (1.0, 20, 0), (0.5, 40, 1)):
+                with (runs[-1] / "metrics.jsonl").open("a") as file:
+                    print(json.dumps({"step": step, "epoch": epoch, "validation_loss": loss}), file=file)
+        comparison = compare(read_runs(runs))
+        name = None if comparison.new is None else comparison.new.name
+        return name, comparison.outcomes[0].get("validation rows"), comparison.is_complete(0)
+
+    name, outcome, is_complete = measure_of({}, "a", "a")
+    assert (name, outcome.score.value, outcome.delta.value, is_complete) == ("validation rows", 0.5, -2.5, True)
+    assert measure_of({}, "a", "b") == (None, None, False)
+    assert measure_of({"facts": {"task": True}}, "a", "a") == ("facts", None, True)
+
+
 def test_probes_are_those_of_the_best_epoch(tmp_path):
     run = make_run(tmp_path / "one", "sft", 1e-4, base=None)
     (run / "best").unlink()

@@ -59,6 +59,8 @@ def test_page_in_chromium(page_at, report, width, scheme):
     assert (background > text) == (scheme == "light")
     heights = "[...document.querySelectorAll('figure svg text')].map(t => t.getBoundingClientRect().height)"
     assert min(page.evaluate(heights)) > 8  # can be read
+    edge = "getComputedStyle(document.querySelector('.scroll')).backgroundAttachment"
+    assert page.evaluate(edge) == "local, scroll"  # the shadow of what is cut, and what hides it at the end
     if width == 360:
         right = """[...document.querySelectorAll('#front ~ .scroll table')].map(
             t => t.querySelector('tbody tr').children[1].getBoundingClientRect().right)"""

@@ -49,13 +49,14 @@ def test_tasks_can_be_chosen(runs):
 
 
 def test_probes_can_be_chosen(runs):
-    selection = select_measures(runs, new_task="facts.accuracy", old_tasks=["stories.kl", "stories"])
+    """Without its metric a probe is its divergence."""
+    selection = select_measures(runs, new_task="facts.accuracy", old_tasks=["stories.loss", "stories"])
     assert (selection.new.key, selection.new.role, selection.new.unit) == ("probe/facts/accuracy", "new", "points")
     assert [(one.name, one.key) for one in selection.old] == [
-        ("stories.kl", "probe/stories/kl"),
-        ("stories", "probe/stories/loss"),
+        ("stories.loss", "probe/stories/loss"),
+        ("stories", "probe/stories/kl"),
     ]
-    assert names(select_measures(runs, new_task="tofu", old_tasks=["stories.loss", "stories"]).old) == ["stories"]
+    assert names(select_measures(runs, new_task="tofu", old_tasks=["stories.kl", "stories"]).old) == ["stories"]
 
 
 def test_chosen_probe_needs_no_evaluation(tmp_path):

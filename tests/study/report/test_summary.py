@@ -10,6 +10,7 @@ from helpers.evaluated_runs import add_losses, make_base, make_run, make_sweep
 pytest.importorskip("matplotlib", reason="the report extra is not installed")
 from scipy.stats import binomtest
 
+from finch.evaluation.statistics import holm
 from finch.study.report.content import Names
 from finch.study.report.front import Front, compare_pair, seed_points
 from finch.study.report.measures import compare
@@ -54,7 +55,7 @@ def test_report_in_nats(nats):
     assert len(re.findall(r"At an equal score on tofu: [^.]*\.", text)) == 1
     assert "change of own_answers_kl, nats per token" in (nats / "figures" / "trade_off.svg").read_text()
     assert "--old-tasks own_answers_kl" in text
-    assert "A small p says only that they have moved" in text
+    assert "0 before tuning, never less, so there is no test." in text
     assert f"| own_answers_kl | old | kl | losses | 30 (few) | {NONE} | {NONE} | 0.000 [0.000, 0.000] |" in text
 
 
@@ -66,8 +67,12 @@ def test_summary_csv_has_units(nats):
     assert units == {task: "nats" if task in in_nats else "points" for task in units}
     assert in_nats | {"tofu", "mmlu", "confidence"} < units.keys()
     tests = {task: row["test"] for (_, task), row in rows.items()}
-    assert tests["own_answers_kl"] == tests["own_answers"] != tests["mmlu"]
+    assert (tests["own_answers"], tests["mmlu"]) == ("sign-flip permutation", "exact McNemar")
     for (run, task), row in rows.items():
+        if task == "own_answers_kl":  # it cannot fall: no test, and no part in Holm's correction
+            assert {row[key] for key in ("test", "p_value", "p_holm")} == {""}
+            tested = [row for (other, _), row in rows.items() if other == run and row["p_value"]]
+            assert [float(row["p_holm"]) for row in tested] == holm([float(row["p_value"]) for row in tested])
         if task == "mean of old tasks":
             assert float(row["delta"]) == pytest.approx(float(rows[run, "own_answers_kl"]["score"]))
 
@@ -75,6 +80,7 @@ def test_summary_csv_has_units(nats):
 def test_notes_name_tasks_and_runs_outside_the_trade_off(nats, points):
     text = (nats / "report.md").read_text()
     assert "old task is own_answers_kl in nats. Only in the tables of changes: own_answers in nats, hellaswag" in text
+    assert "\n> Without an evaluation: sft-3e-05-1.\n" in text
     assert "1 of 8 runs lacks tofu and is absent from the trade-off: SFT, lr 3e-5." in text
     assert "1 of 8 runs lacks tofu and own_answers_kl and is absent from the trade-off: SFT, lr 3e-5." in text
     assert "own_answers and own_answers_kl in nats, since a mean of points and nats says nothing" in points
@@ -102,10 +108,12 @@ def test_methods_are_compared_at_equal_scores_in_words():
         "stm": [setting("stm", 30.0, -0.1)],
     }
     pairs = {method: compare_pair(points, sft, BASE) for method, points in methods.items()}
-    front = Front([], dict.fromkeys(("sft", *methods), ()), {}, pairs)
-    assert _conclusion(front, NEW, Names(method_styles(front.methods), [])) == (
+    highest = {method: max(one.new.value for one in points) for method, points in {"sft": sft, **methods}.items()}
+    front = Front([], dict.fromkeys(("sft", *methods), ()), highest, pairs)
+    names = Names(method_styles(front.methods), [])
+    assert _conclusion(front, NEW, names) == (
         "At an equal score on tofu: FINCH forgets less than SFT; EAFT forgets more than SFT; of DFT no difference from SFT can be shown; "
-        "of L2 nothing is concluded from one score, add learning rates; STM and SFT were measured at no common score."
+        "of L2 nothing is concluded from one score, add learning rates; SFT was measured at no common score with STM."
     )
     kl, points = (
         Measure("kl", "old", "losses", "kl", "", "nats", False),
@@ -114,17 +122,18 @@ def test_methods_are_compared_at_equal_scores_in_words():
     assert re.fullmatch(
         r"FINCH forgets 0\.50 \[0\.\d+, 0\.\d+\] times as much, from 40\.0% to 70\.0% on average, 0\.50 to 0\.50 without any one setting; "
         r"at 70\.0%, the highest score that both reach, 0\.50 \[0\.\d+, 0\.\d+\] times as much\.",
-        _pair_text("FINCH", pairs["finch"], NEW, kl),
+        _pair_text(names, front, "finch", NEW, kl),
     )
     assert re.fullmatch(
         r"L2 forgets at 50\.0%, the highest score that both reach, 1\.50 \[1\.\d+, 1\.\d+\] times as much\.",
-        _pair_text("L2", pairs["l2"], NEW, kl),
+        _pair_text(names, front, "l2", NEW, kl),
     )
-    assert _pair_text("STM", pairs["stm"], NEW, kl).endswith(
-        "times as much: a guess, on a straight line from the pretrained model."
+    assert _pair_text(names, front, "stm", NEW, kl) == (
+        "STM and SFT: at no common score; train SFT with fewer epochs or a lower rate too."
     )
     gains = [setting("finch", 40.0, 3.0), setting("finch", 80.0, 1.0)]
-    text = _pair_text("FINCH", compare_pair(gains, sft, BASE, has_intervals=False), NEW, points)
+    pairs["finch"] = compare_pair(gains, sft, BASE, has_intervals=False)
+    text = _pair_text(names, front, "finch", NEW, points)
     assert text.endswith("at 80.0%, the highest score that both reach, 2.2 points less.")
     assert " points less, from 40.0% to 80.0% on average; at" in text
 
@@ -159,6 +168,8 @@ def test_runs_at_their_cap_are_named(tmp_path, undrawn):
     half[::2] = [line.replace('"lr_is_capped": false', '"lr_is_capped": true') for line in half[::2]]
     metrics.write_text("".join(half))
     text = write_report([run, other], tmp_path / "report").with_name("report.md").read_text()
+    assert "| facts (accuracy), points | stories (loss), nats per token |" in text
+    assert "Without an evaluation" not in text
     share = re.search(r"FINCH was at its cap, lr_scheduler.eta_max, in 1 of 2 runs, in up to (\d+%) of", text)[1]
     assert 40 < int(share[:-1]) < 60
     assert re.search(rf"\| {share} of steps \|.*/finch \|$", text, re.M)

@@ -10,8 +10,10 @@ from statistics import fmean
 
 import numpy as np
 import pytest
+from helpers.evaluated_runs import BASE_WEIGHTS, make_run, write_suite
 
 from finch.evaluation.statistics import holm, mean_interval, paired_delta
+from finch.study.report.report import write_report
 
 OLD = ("hellaswag", "winogrande", "mmlu", "ifeval")
 MEAN = "mean of old tasks"
@@ -132,6 +134,7 @@ def test_front_table(tables, rows, places):
         assert (row["settings"], row["runs"]) == ("2", "4")
         for name in [name for name in row if name.startswith("at ")]:
             [at], value = numbers(name), numbers(row[name])[0]
+            at = next((score for score, _ in places.values() if score == pytest.approx(at, abs=0.051)), at)
             if row[name].startswith("reaches"):
                 assert value == pytest.approx(points[-1][0], abs=0.051)
                 assert at > points[-1][0]
@@ -139,10 +142,13 @@ def test_front_table(tables, rows, places):
                 found[row["method"], name] = np.interp(at, *zip(*points, strict=True))
                 assert value == pytest.approx(found[row["method"], name], abs=0.051)
                 assert ("†" in row[name]) == (at < points[1][0])
+    marks = {(row["method"], name) for row in table for name, text in row.items() if "†" in text}
+    assert marks
     for row in tables["Difference from SFT, points"]:
         for name, text in row.items():
             if name.startswith("at ") and text != NONE:
                 assert numbers(text)[0] == pytest.approx(found[row["method"], name] - found["SFT", name], abs=0.051)
+                assert ("†" in text) == (not marks.isdisjoint([(row["method"], name), ("SFT", name)]))
 
 
 def test_old_tasks_table(tables, rows):
@@ -199,3 +205,23 @@ def test_reliability_table(tables, rows, sweep):
                 bins[(one["confidence"] - 1) // 10].append(one["confidence"] / 100 - (one["letter"] == one["answer"]))
         error = sum(abs(sum(gaps)) for gaps in bins.values()) / sum(map(len, bins.values()))
         assert numbers(row["ECE"])[0] == percent(error)
+
+
+def test_skills_table(tmp_path, undrawn):
+    """What `finch evaluate` prints of each skill, in both texts."""
+    run = make_run(tmp_path / "one", "sft", 1e-4, base=None)
+    for folder, base, kl, num_right in ((tmp_path / "base", None, 0.0, 6), (run / "evaluation", "../../base", 0.5, 2)):
+        rows = [{"doc_id": n, "doc_hash": str(n), "score": kl, "right": float(n < num_right)} for n in range(8)]
+        more = {"unit": "nats", "is_higher_better": False, "others": {"accuracy": num_right / 8}}
+        tasks = {"code": ("old", "kl", rows, more)}
+        write_suite(folder, "skills", base=base, weights=BASE_WEIGHTS, tasks=tasks)
+    page = write_report([run], tmp_path / "report")
+    text = page.with_name("report.md").read_text()
+    assert re.search(
+        rf"\| SFT, lr 1e-4 \| code \| 0\.500 \[0\.500, 0\.500\] \| 8 \| 75\.0 \| 25\.0 \| {MINUS}50\.0 \[.*\| 8 \|",
+        text,
+    )
+    assert "right before, %" in page.read_text()
+    with page.with_name("summary.csv").open() as file:
+        rows = {row["task"]: (row["accuracy"], row["base_accuracy"]) for row in csv.DictReader(file)}
+    assert (rows["code"], rows["facts"]) == (("0.25", "0.75"), ("", ""))
