@@ -155,7 +155,9 @@ class SelfReplay:
         assert self.settings is not None
         place = files.existing_part(folder)
         if not (place.is_dir() and os.access(place, os.W_OK)):
-            raise Unavailable(f"{folder}, for the answers of self_replay, cannot be written; give another output_dir or self_replay.cache")
+            raise Unavailable(
+                f"{folder}, for the answers of self_replay, cannot be written; give another output_dir or self_replay.cache"
+            )
         # Of a token itself, log-probabilities and most likely tokens.
         needed = rows * self.settings.max_new_tokens * (4 + 4 * (self.settings.top_k + 1) + 4 * self.settings.top_k)
         free = shutil.disk_usage(place).free

@@ -64,7 +64,10 @@ def test_detect_column_map_gives_the_format(write):
             [{"Frage": "a"}],
             r"jsonl: name the columns, such as dataset.column_map.question=COLUMN .*: row 1 has the fields Frage, which are no known row format",
         ),
-        ([{"question;answer": "a;b"}], "row 1 has one field, 'question;answer': its columns are separated by ';'; separate"),
+        (
+            [{"question;answer": "a;b"}],
+            "row 1 has one field, 'question;answer': its columns are separated by ';'; separate",
+        ),
         ([{"dialog": TURNS}], r"in the column 'dialog'; name it: dataset.column_map.messages=dialog$"),
         ([{"dialog": SHAREGPT}], r"in the column 'dialog'; name it: dataset.column_map.conversations=dialog$"),
         (

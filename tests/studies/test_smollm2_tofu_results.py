@@ -43,7 +43,7 @@ def test_numbers_are_those_of_the_runs(tmp_path):
     assert check_comparisons(tmp_path, RESULTS) == 74
     assert check_selection(tmp_path, RESULTS) == 22
     assert check_runs(tmp_path, RESULTS) == 203
-    assert check_probes(tmp_path)[0] == 87
+    assert check_probes(tmp_path)[0] == 89
     assert shares(tmp_path) == read_csv(RESULTS / "shares.csv")
 
 
@@ -141,9 +141,9 @@ def means(name, *keys):
     return {method: {rate: np.mean(rates[rate], axis=0) for rate in sorted(rates)} for method, rates in runs.items()}
 
 
-def settings_of(archive):
-    """Of each arm, strength and rate of an archive the means of its runs' scores, and the number of runs."""
-    keys = ("train", PRIMARY, "stories", "paraphrases", "tofu")
+def settings_of(archive, others="paraphrases"):
+    """Of each arm, strength and rate of an archive the means of its runs' scores, and the number of runs; ``others``: the answers not trained."""
+    keys = ("train", PRIMARY, "stories", others, "tofu")
     values, scores, runs = {}, {}, {}
     with tarfile.open(RESULTS / archive) as members:
         for member in members:
@@ -164,11 +164,23 @@ def settings_of(archive):
 def test_shares_are_those_of_the_runs():
     """Read again from the archives' means, at cosine SFT's training loss."""
     sft = means("results.csv", "train", PRIMARY, "stories", "paraphrases", "tofu")["sft"].values()
-    sft = np.array(sorted(sft, key=lambda each: each[0])).T
-    stories = 2.32396  # the pretrained model's
     known = settings_of("replay_runs.tar.xz") | settings_of("breadth_runs.tar.xz")
     lines = read_csv(RESULTS / "shares.csv")
-    for line in (line for line in lines if not line["setting"].startswith("smooth: ")):
+    check_lines([line for line in lines if line["setting"].startswith(("replay", "breadth"))], known, sft)
+    known = {
+        (arm.partition(",")[0], rate): each
+        for (arm, rate), each in settings_of("equations_runs.tar.xz", "held_out").items()
+    }
+    sft = [known.pop(key)[0] for key in list(known) if key[0] == "sft"]
+    check_lines([line for line in lines if line["setting"].startswith("equations")], known, sft)
+    assert table(lines) in (STUDY / "README.md").read_text(encoding="utf-8")
+
+
+def check_lines(lines, known, sft):
+    """``known``: the means of each arm and rate; ``sft``: cosine SFT's, a rate after the other."""
+    sft = np.array(sorted(sft, key=lambda each: each[0])).T
+    stories = 2.32396  # the pretrained model's
+    for line in lines:
         one, number = known.pop((line["setting"].partition(": ")[2], line["optimizer.lr"]))
         kl = np.exp(np.interp(one[0], sft[0], np.log(sft[1])))
         rise, paraphrases, accuracy = (np.interp(one[0], sft[0], each) for each in sft[2:])
@@ -183,7 +195,6 @@ def test_shares_are_those_of_the_runs():
         }
         assert {key: float(line[key]) for key in expected} == pytest.approx(expected, abs=2e-3)
     assert not known
-    assert table(lines) in (STUDY / "README.md").read_text(encoding="utf-8")
 
 
 def test_ratios_on_stories260k_are_those_of_its_runs():
