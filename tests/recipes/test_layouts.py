@@ -34,7 +34,7 @@ from finch.base.errors import UserError
 from finch.distributed.tensor_parallel import check_plan
 from finch.models.gemma2 import gemma2
 from finch.models.qwen3 import qwen3_tp_plan
-from finch.training.model import use_fast_rotary
+from finch.training.model import use_fast_rotary, use_fused_norm
 from finch.weights.huggingface import HuggingFaceFolder
 
 REPLAY = {"rows": 8, "max_new_tokens": 6, "strength": 2.0, "share": 1.0}
@@ -50,7 +50,8 @@ IN_BACKWARD = {"optimizer_in_bwd": True, "clip_grad_norm": None}
     ("ranks", "micro_batches", "replay"), [(1, 4, None), (2, 2, None), (4, 1, None), (1, 4, REPLAY), (2, 2, REPLAY)]
 )
 def test_step_equals_plain_float64_torch_on_every_layout(ranks, micro_batches, replay, tmp_path, base_folder):
-    """Invariance of docs: loss and update equal in float64 to 1e-12, micro-batches without any target token included."""
+    """Invariance of docs: loss and update equal in float64 to 1e-12, micro-batches without any target token included; with replay to 2e-11: its
+    divergence begins at 0, and Adam's first steps amplify the rounding of its gradient."""
     rows = tmp_path / "rows.jsonl"
     write_rows(rows, 30, seed=5, without_targets=(0, 1, 7))
     changes = {"dtype": "fp64", "batch_size": 2, "gradient_accumulation_steps": micro_batches, "shuffle": False}
@@ -61,8 +62,8 @@ def test_step_equals_plain_float64_torch_on_every_layout(ranks, micro_batches, r
     assert "3 of 30 samples have no target token" in run.output
     reference, trained_weights = _float64_reference(base_folder, config)
     for name, expected in reference.items():
-        assert run.column(name) == pytest.approx(expected, rel=1e-12), name
-    assert relative_l2(weights(run.folder / "epoch_1"), trained_weights) < 1e-12
+        assert run.column(name) == pytest.approx(expected, rel=1e-12 if replay is None else 2e-11), name
+    assert relative_l2(weights(run.folder / "epoch_1"), trained_weights) < (1e-12 if replay is None else 2e-11)
 
 
 @pytest.fixture
@@ -201,7 +202,8 @@ def _float64_reference(base, config):
     """The same training in a few lines of plain torch, and its weights."""
     with set_default_dtype(torch.float64):
         model = llama2(**llama_args())
-    use_fast_rotary(model)  # torchtune's own rotates in fp32
+    use_fast_rotary(model)  # torchtune's own rotates in fp32, and its norms round to it
+    use_fused_norm(model)
     model.load_state_dict(dict(HuggingFaceFolder(str(base)).weights()))
     cfg = OmegaConf.create(config)
     samples = list(instantiate(cfg.dataset, instantiate(cfg.tokenizer)))
