@@ -64,11 +64,8 @@ def table(lines: Sequence[Mapping[str, str]]) -> str:
     """The table of README.md."""
     rows = [f"| {HEAD} |", "|---" * (HEAD.count("|") + 1) + "|"]
     for line in lines:
-        sweep, _, setting = line["setting"].partition(": ")
-        cells = [
-            f"{sweep}: {setting}" if sweep == "equations" else setting,
-            *(line[key] for key in ("optimizer.lr", "runs", "training_loss")),
-        ]
+        name, keys = line["setting"], ("optimizer.lr", "runs", "training_loss")
+        cells = [name if name.startswith("equations") else name.partition(": ")[2], *(line[key] for key in keys)]
         for column, (*_, form) in MEASURES.items():
             cells.append(f"{form} [{form}, {form}]".format(*(float(line[column + end]) for end in ENDS)))
         rows.append(f"| {' | '.join(cells)} |")

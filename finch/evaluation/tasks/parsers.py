@@ -15,7 +15,7 @@ _LETTER = rf"{_MARK}{_LATEX}(?![AI]\s+(?!{_AFTER_LETTER})[a-z])([A-Z])(?!\w|[\u2
 
 _IS = r"(?:is|are|be|would be|will be|should be|must be)\b"
 _MEANT = r"(?:[Oo]ption|[Cc]hoice|[Ll]etter)\b"
-_NO_OTHER = "".join(rf"(?<!{word} )" for word in ("ncorrect", "rong", "ther", "alse"))
+_NO_OTHER = r"(?<![Ii]ncorrect )(?<![Ww]rong )(?<!other )(?<!Other )"
 _ANSWER = re.compile(
     # "Answer A is wrong" speaks of an option.
     rf"\b{_NO_OTHER}(?![Aa]nswers? [A-Z] (?!{_REASON})[a-z])(?:[Aa]nswers?|ANSWER|(?:[Cc]orrect|[Rr]ight|[Bb]est) (?:answer|option|choice|letter|one)|[Ff]inal choice|(?:[Ii]|would) (?:choose|pick|select))"
