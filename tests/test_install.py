@@ -133,7 +133,7 @@ def test_core_needs_torch_alone(wheel, venv):
     assert "finch " in venv("finch", "--version")
     assert "talr " in venv("finch", "list", "methods")
     assert "qwen3/4B_finch " in venv("finch", "list", "configs")
-    assert "torchtune    not installed" in venv("finch", "doctor", code=int(shutil.disk_usage("/").free < 50e9))
+    assert "torchtune    not installed" in venv("finch", "doctor")
     for command in (
         ("python", "-m", "finch_full_finetune", "--config", "qwen3/4B_finch"),
         ("python", "-m", "finch_lora_finetune", "--config", "qwen3/4B_finch"),
