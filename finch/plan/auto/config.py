@@ -412,7 +412,7 @@ def _size_of(files: Iterable[Path], rows: RowFormat) -> int:
     for file in files:
         for row in read_rows(file, str(rows.source)):
             fields = {field: row.get(column) for field, column in rows.columns.items()}
-            size += len(json.dumps(fields, ensure_ascii=False, default=str).encode())
+            size += len(json.dumps(fields, ensure_ascii=False, default=str).encode()) + 1  # a line of JSON Lines
             if size >= _BYTES_PER_ANSWER * METHODS["preserve"].blocks["self_replay"]["rows"]:
                 return size
     return size
