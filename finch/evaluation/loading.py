@@ -128,7 +128,7 @@ def on_prompt_day(template: str) -> str:
     dated = _TODAY.sub(lambda call: repr(PROMPT_DAY.strftime(call[2])), template)
     if "strftime_now(" in dated:
         logger.warning(
-            "the chat template writes today's date in a way of its own: results of different days have different prompts"
+            "the chat template writes today's date by a call that is not recognized: prompts differ from day to day"
         )
     return dated
 

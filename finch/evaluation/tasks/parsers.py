@@ -8,8 +8,8 @@ from collections.abc import Sequence
 # What surrounds a letter: brackets, quotes, Markdown's stars, LaTeX.
 _MARK = r"[\s*_`\"'\u201c\u201d\u2018\u2019(\[{<$]*"
 _LATEX = r"(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{)*"
-_AFTER_LETTER = r"(?:because|since|as|and|but|due|given|which|where|is|has|if|for|with|in|so|according|by|from|when|that|while|although|only)\b"
-_REASON = r"(?:because|since|as|and|but|due|given|which|where)\b"
+_REASONS = "because|since|as|and|but|due|given|which|where"
+_AFTER_LETTER = rf"(?:{_REASONS}|is|has|if|for|with|in|so|according|by|from|when|that|while|although|only)\b"
 _LETTER = rf"{_MARK}{_LATEX}(?![AI]\s+(?!{_AFTER_LETTER})[a-z])([A-Z])(?!\w|[\u2019']\w|-\w)"
 """An A or I before a word in lowercase is the article or the pronoun."""
 
@@ -18,7 +18,7 @@ _MEANT = r"(?:[Oo]ption|[Cc]hoice|[Ll]etter)\b"
 _NO_OTHER = r"(?<![Ii]ncorrect )(?<![Ww]rong )(?<!other )(?<!Other )"
 _ANSWER = re.compile(
     # "Answer A is wrong" speaks of an option.
-    rf"\b{_NO_OTHER}(?![Aa]nswers? [A-Z] (?!{_REASON})[a-z])(?:[Aa]nswers?|ANSWER|(?:[Cc]orrect|[Rr]ight|[Bb]est) (?:answer|option|choice|letter|one)|[Ff]inal choice|(?:[Ii]|would) (?:choose|pick|select))"
+    rf"\b{_NO_OTHER}(?![Aa]nswers? [A-Z] (?!(?:{_REASONS})\b)[a-z])(?:[Aa]nswers?|ANSWER|(?:[Cc]orrect|[Rr]ight|[Bb]est) (?:answer|option|choice|letter|one)|[Ff]inal choice|(?:[Ii]|would) (?:choose|pick|select))"
     rf"[\s*_`\"'\u201d\u2019)\]]*(?:{_IS}[\s*_]*[:=]?|[:=])?\s*(?:{_MEANT})?{_LETTER}"
 )
 """Such as "The answer is **C**", "Answer: (B)", "the correct option is D"."""

@@ -292,7 +292,7 @@ def _num_parameters(folder: Path) -> int:
 
 
 def _device_keys(given: DictConfig, num_parameters: int, rows: int, ranks: int, memory: int | None) -> Blocks:
-    """Batch of so many rows a rank, dtype and activation checkpointing; bf16_mixed on GPUs with room for fp32 weights, gradients and moments, else bf16."""
+    """Batch for ``rows`` rows per rank and step, dtype and activation checkpointing; bf16_mixed on GPUs with room for fp32 weights, gradients and moments, else bf16."""
     import torch
 
     micro_batch, accumulation = (_number(given, key) for key in _BATCH_KEYS[:2])
