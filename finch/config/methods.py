@@ -223,7 +223,7 @@ def apply_method(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, lis
         The file's keys with the method's blocks; the other overrides; the methods' names, empty without a method.
 
     Raises:
-        UserError: see ``split_name``.
+        UserError: see ``split_name``; a key of a penalty or of self_replay that the method does not have.
     """
     blocks = copy.deepcopy(file_blocks)
     name = blocks.pop("method", None)
@@ -242,10 +242,20 @@ def apply_method(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, lis
         for key, block in METHODS[one].blocks.items():
             if key != "model":  # LoRA's: resolved later, since the command line may name the builder
                 blocks[key] = _keep_settings(block, file_blocks.get(key))
+    _refuse_switched_on(blocks, remaining, names)
     # LORA_LR is above the cap of full fine-tuning: the rate would be that cap throughout.
     if "finch" in names and "lora" in names:
         blocks["lr_scheduler"]["eta_max"] = "auto"
     return blocks, remaining, names
+
+
+def _refuse_switched_on(blocks: Blocks, overrides: list[str], names: list[str]) -> None:
+    """One key of a block that the method leaves out would make the whole block, with its defaults: sft that replays."""
+    keys = [override.removeprefix("+").partition("=")[0] for override in overrides]
+    for override, block in ((override, key.partition(".")[0]) for override, key in zip(overrides, keys, strict=True)):
+        if SFT.get(block, ...) is None and blocks[block] is None and block not in keys:
+            named = f"give method={'+'.join([*names, block]).removeprefix('sft+')}, or " if block in METHODS else ""
+            raise UserError(f"{override}: method={'+'.join(names)} has no {block}; {named}leave it out")
 
 
 def resolve(names: list[str], cfg: DictConfig, overrides: list[str]) -> None:
@@ -266,10 +276,8 @@ def log_method(names: list[str], cfg: DictConfig) -> None:
     if not names:
         return
     values = {key: cfg.get(key) for name in ("sft", *names) for key in METHODS[name].blocks if key != "model"}
-    blocks = ", ".join(
-        f"{key} {component_of(node) or ('null' if node is None else 'on')}" for key, node in values.items()
-    )
-    logger.info(f"method={'+'.join(names)}: {blocks}")
+    kinds = {key: component_of(node) or ("null" if node is None else "on") for key, node in values.items()}
+    logger.info(f"method={'+'.join(names)}: {', '.join(f'{key} {kind}' for key, kind in kinds.items())}")
     if "lora" in names and cfg.optimizer.get("lr") == LORA_LR:
         logger.info(
             f"method=lora: optimizer.lr={LORA_LR:g}, the start of the paper's LoRA grid, unless optimizer.lr=... is given"

@@ -82,6 +82,20 @@ def test_method_precedence_file_method_command_line():
     assert merged("method=dft", "loss=finch.objectives.STM")["loss"] == objective("STM")
 
 
+@pytest.mark.parametrize("name", ["sft", "finch+l2"])
+def test_a_key_of_a_block_that_the_method_leaves_out_is_refused(name):
+    """It would make the whole block: sft that replays, under sft's name in a sweep's report."""
+    with pytest.raises(UserError, match=r"self_replay.cache=answers: method=.* has no self_replay; give") as error:
+        merged(f"method={name}", "self_replay.cache=answers")
+    assert f"method={'self_replay' if name == 'sft' else 'finch+l2+self_replay'}," in str(error.value)
+    with pytest.raises(UserError, match=r"kl_penalty.strength=1: .* has no kl_penalty; leave it out"):
+        merged(f"method={name}", "kl_penalty.strength=1")
+    assert merged("self_replay.cache=answers")["self_replay"] == {"cache": "answers"}  # no method says otherwise
+    assert merged(f"method={name}", "self_replay={}", "self_replay.rows=8")["self_replay"] == {
+        "rows": 8
+    }  # the block is asked for
+
+
 def test_method_block_can_be_removed(file):
     for name in ("sft", "finch", "lr_replay"):
         cfg = read(["--config", str(file), f"method={name}", "~lr_scheduler"], FullFinetuneKeys)
