@@ -40,10 +40,13 @@ def test_numbers_are_those_of_the_runs(tmp_path):
     for name in ("runs", "replay_runs", "breadth_runs", "equations_runs"):
         with tarfile.open(RESULTS / f"{name}.tar.xz") as archive:
             archive.extractall(tmp_path, filter="data")
+    for cell in tmp_path.glob("*/*/cell.json"):
+        metrics, method = cell.with_name("metrics.jsonl"), json.loads(cell.read_text())["values"]["method"]
+        assert not metrics.exists() or ("replay_kl" in metrics.read_text()) == ("self_replay" in method), cell
     assert check_comparisons(tmp_path, RESULTS) == 74
     assert check_selection(tmp_path, RESULTS) == 22
     assert check_runs(tmp_path, RESULTS) == 203
-    assert check_probes(tmp_path)[0] == 90
+    assert check_probes(tmp_path)[0] == 109
     assert shares(tmp_path) == read_csv(RESULTS / "shares.csv")
 
 
