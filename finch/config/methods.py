@@ -93,9 +93,7 @@ def _scale_lr(cfg: DictConfig, name: str, has_lr_override: bool) -> None:
         return
     rate = OmegaConf.select(cfg, "optimizer.lr")
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0:
-        raise UserError(
-            f"optimizer.lr={rate} must be a number above 0, since method={name} depends on it; set it in the file or on the command line"
-        )
+        raise UserError(f"optimizer.lr={rate} must be a number above 0: method={name} takes a tenth of it")
     cfg.optimizer.lr = float(f"{SMALL_LR_FACTOR * rate:.12g}")  # 0.1 * 3e-4 as 3e-05, not 3.0000000000000004e-05
 
 
@@ -104,9 +102,7 @@ def _require_log(cfg: DictConfig, name: str, has_lr_override: bool) -> None:
 
     schedule = cfg.lr_scheduler
     if component_of(schedule) is not None and OmegaConf.is_missing(schedule, "log"):
-        raise UserError(
-            f"method={name} replays the learning rates of an earlier run: add lr_scheduler.log=RUN, its folder or metrics.jsonl"
-        )
+        raise UserError(f"method={name} needs lr_scheduler.log=RUN, an earlier run's folder or metrics.jsonl")
 
 
 def _add_adapters(cfg: DictConfig, name: str, has_lr_override: bool) -> None:
@@ -206,9 +202,7 @@ def split_name(name: str) -> list[str]:
                 raise UserError(f"method={name}: {owner[block]} and {one} both set {block}; name one of them")
             owner[block] = one
     if {"small_lr", "lr_replay"} <= set(names):
-        raise UserError(
-            f"method={name}: lr_replay takes its rates from a log, so that small_lr changes none; name one of them"
-        )
+        raise UserError(f"method={name}: lr_replay takes its rates from a log; name one of them")
     return names
 
 
@@ -226,12 +220,12 @@ def apply_method(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, lis
         UserError: see ``split_name``; a key of a penalty or of self_replay that the method does not have.
     """
     blocks = copy.deepcopy(file_blocks)
-    name = blocks.pop("method", None)
+    name, is_files = blocks.pop("method", None), True
     remaining = []
     for override in overrides:
         key, _, value = override.partition("=")
         if key in ("method", "~method"):
-            name = None if value in ("", "null", "None") else value
+            name, is_files = None if value in ("", "null", "None") else value, False
         else:
             remaining.append(override)
     if name is None:
@@ -243,6 +237,9 @@ def apply_method(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, lis
             if key != "model":  # LoRA's: resolved later, since the command line may name the builder
                 blocks[key] = _keep_settings(block, file_blocks.get(key))
     _refuse_switched_on(blocks, remaining, names)
+    dropped = [key for key, block in SFT.items() if block is None and file_blocks.get(key) and blocks[key] is None]
+    if dropped and is_files:  # one text that says both
+        raise UserError(f"{dropped[0]}: method={name} in the same file leaves it out; take one of them out")
     # LORA_LR is above the cap of full fine-tuning: the rate would be that cap throughout.
     if "finch" in names and "lora" in names:
         blocks["lr_scheduler"]["eta_max"] = "auto"
@@ -280,7 +277,7 @@ def log_method(names: list[str], cfg: DictConfig) -> None:
     logger.info(f"method={'+'.join(names)}: {', '.join(f'{key} {kind}' for key, kind in kinds.items())}")
     if "lora" in names and cfg.optimizer.get("lr") == LORA_LR:
         logger.info(
-            f"method=lora: optimizer.lr={LORA_LR:g}, the start of the paper's LoRA grid, unless optimizer.lr=... is given"
+            f"method=lora: optimizer.lr={LORA_LR:g}, where the paper's grid begins; optimizer.lr=... changes it"
         )
     if "small_lr" in names:
         logger.info(

@@ -73,8 +73,8 @@ class TrainingData:
         self.stats = validate_dataset(self.samples, max_seq_len, parallel, fit) if is_read else None
         if not is_read and (warning := fit("dataset", None)):
             logger.warning(warning)
-        for samples in self.validations.values() if cfg.check_dataset else ():
-            validate_dataset(samples, max_seq_len, parallel, fit)
+        read = self.validations.values() if cfg.check_dataset else ()
+        self.validation_digest = sum(validate_dataset(each, max_seq_len, parallel, fit).digest for each in read)
         if not self.samples.packed:  # packs are full
             self.order = replace(self.order, lengths=self.samples.lengths)
         watchdog.heartbeat()

@@ -202,6 +202,10 @@ def _epoch_of(run: Path) -> Path:
     if model is None:
         state = "is still in its first epoch" if is_training else "has no epoch"
         raise UserError(f"--tuned={run} {state}: there is neither {run_files.BEST} nor epoch_N; train it first")
+    if (run / run_files.AVERAGE / "model" / run_files.HF_CONFIG).is_file():
+        logger.warning(
+            f"--tuned={run}: its model before the average; --tuned {run}/{run_files.AVERAGE} evaluates the average"
+        )
     if is_training:
         rank = "best" if model.name == run_files.BEST else "last"
         logger.warning(f"--tuned={run} is still training; {model.resolve().name}, the {rank} so far, is evaluated")

@@ -545,6 +545,7 @@ def identity_of(cfg: DictConfig, data: TrainingData, seed: int, prompts: Prompts
         # Of a mixture, a run of more epochs reads more rows.
         "number of target tokens": stats.num_targets if stats is not None and mixture is None else None,
         "digest of the tokenized rows": f"{stats.first_epoch_digest:016x}" if stats is not None else None,
+        "digest of the validation rows": f"{data.validation_digest:016x}" if data.validation_digest else None,
         "rows of the mixed datasets": None if mixture is None else list(mixture.rows),
         "draws per epoch of the mixed datasets": None if mixture is None else list(mixture.draws),
         "seed": seed,

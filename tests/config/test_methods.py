@@ -96,6 +96,16 @@ def test_a_key_of_a_block_that_the_method_leaves_out_is_refused(name):
     }  # the block is asked for
 
 
+def test_a_file_that_names_a_method_and_a_block_without_it_is_refused():
+    with pytest.raises(
+        UserError, match="self_replay: method=finch in the same file leaves it out; take one of them out"
+    ):
+        merged(method="finch", self_replay={"rows": 8})
+    assert (
+        merged("method=finch", method="kl", self_replay={"rows": 8})["self_replay"] is None
+    )  # the command line's method
+
+
 def test_method_block_can_be_removed(file):
     for name in ("sft", "finch", "lr_replay"):
         cfg = read(["--config", str(file), f"method={name}", "~lr_scheduler"], FullFinetuneKeys)
@@ -138,7 +148,7 @@ def test_replay_requires_a_log():
     cfg = merged("method=lr_replay+dft", "lr_scheduler.log=out/run")
     assert cfg["lr_scheduler"] == {"_component_": "finch.ReplayLR", "log": "out/run"}
     assert cfg["loss"] == objective("DFT")
-    with pytest.raises(UserError, match=r"add lr_scheduler\.log=RUN"):
+    with pytest.raises(UserError, match=r"needs lr_scheduler\.log=RUN"):
         merged("method=lr_replay")
 
 

@@ -36,6 +36,15 @@ def test_run_is_its_best_or_last_epoch(base, base_folder, tmp_path, epochs, best
     assert (tuned.path.resolve().name, tuned.run, tuned.label) == (chosen, run, "run")
 
 
+def test_a_runs_average_is_not_what_its_folder_stands_for(base, base_folder, tmp_path, caplog):
+    run = make_run(tmp_path / "run", base_folder, "epoch_0")
+    find_tuned(run, base)
+    assert "average" not in caplog.text
+    shutil.copytree(run / "epoch_0", run / "average" / "model")
+    find_tuned(run, base)
+    assert f"--tuned={run}: its model before the average; --tuned {run}/average evaluates the average" in caplog.text
+
+
 def test_epoch_of_a_run_has_its_results_in_the_run(base, base_folder, tmp_path):
     run = make_run(tmp_path / "run", base_folder, "epoch_0", best="epoch_0")
     tuned = find_tuned(run / "epoch_0", base)

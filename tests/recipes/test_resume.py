@@ -230,12 +230,21 @@ def test_a_run_keeps_the_prompts_that_it_replays(tiny, tmp_path):
     write_lines(prompts, *({"question": f"the {word}"} for word in ("fox", "bird", "sea")))
     run = finished(tmp_path / "a", config)
     write_lines(prompts, *({"question": f"a {word}"} for word in ("fox", "bird", "sea")))
+    resumed = {**config, "output_dir": str(run.folder)}, "epochs=2", "resume_from_checkpoint=True"
+    assert "belongs to a run with digest of the replayed prompts=" in run_here(tmp_path / "a", *resumed).error()
+
+
+def test_a_run_keeps_the_rows_that_it_is_validated_on(tiny, tmp_path):
+    """Its best epoch would be chosen among losses of different rows; without any the run goes on."""
+    config = tiny(epochs=1, max_steps_per_epoch=1)
+    config["dataset_validation"] = {**config["dataset"], "split": "train[:7]"}
+    run = finished(tmp_path / "a", config)
+    resumed = {"output_dir": str(run.folder)}, "epochs=2", "resume_from_checkpoint=True"
+    other = {**config, **resumed[0], "dataset_validation": {**config["dataset"], "split": "train[:8]"}}
     assert (
-        "belongs to a run with digest of the replayed prompts="
-        in run_here(
-            tmp_path / "a", {**config, "output_dir": str(run.folder)}, "epochs=2", "resume_from_checkpoint=True"
-        ).error()
+        "belongs to a run with digest of the validation rows=" in run_here(tmp_path / "a", other, *resumed[1:]).error()
     )
+    finished(tmp_path / "a", {**config, "dataset_validation": None, **resumed[0]}, *resumed[1:])
 
 
 def test_a_run_keeps_the_date_that_its_template_writes(tiny, tmp_path, monkeypatch):

@@ -152,7 +152,13 @@ def complete(
     if before is not None and "self_replay" not in file_blocks:
         chosen |= {key: before[key] for key in ("self_replay", "average") if before.get(key) is not None}
         chosen["lr_scheduler"] = before.get("lr_scheduler")
-    elif min(context, limit or context) >= _MIN_CONTEXT and _leaves_method_open(given, file_blocks, overrides):
+    elif not _leaves_method_open(given, file_blocks, overrides):
+        pass
+    elif (longest := min(context, limit or context)) < _MIN_CONTEXT:
+        messages.append(
+            f"no self_replay, which needs rows of {_MIN_CONTEXT} tokens, not {longest}: FINCH's learning rate"
+        )
+    else:
         preserve = METHODS["preserve"].blocks
         chosen["self_replay"] = _replay(given, preserve["self_replay"], num_rows, num_bytes)
         if not _is_removed("self_replay", overrides):
@@ -249,8 +255,9 @@ def _replay(given: DictConfig, block: Blocks, num_rows: int | None, size: int) -
 def _user_values(file_blocks: Blocks, overrides: list[str]) -> DictConfig:
     """What the user has set in the file and on the command line, without interpolations and removals, which only the complete config can resolve."""
     short = rf"^({'|'.join(_BLOCKS)})="  # as `model=finch.models.auto`
+    limit = "^(max_seq_len|max_length)="  # as the parser has it
     assignments = [
-        re.sub(short, r"\1._component_=", override)
+        re.sub(limit, "tokenizer.max_seq_len=", re.sub(short, r"\1._component_=", override))
         for override in overrides
         if "=" in override and not override.startswith("~")
     ]

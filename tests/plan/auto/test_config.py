@@ -133,10 +133,15 @@ def test_auto_config_preserves_unless_a_method_is_named(folder, rows_file, tmp_p
         "~self_replay",
         "dataset.packed=True",
         "tokenizer.max_seq_len=32",
+        "max_seq_len=32",
         "loss=finch.objectives.DFT",
     ):
+        caplog.clear()
         cfg = auto(*given, f"data_files={rows_file}", word)
         assert (cfg.self_replay, cfg.average) == (None, None), word
+        assert ("no self_replay, which needs rows of 64 tokens, not 32" in caplog.text) == word.endswith(
+            "max_seq_len=32"
+        )
         if word != "method=sft":
             assert cfg.lr_scheduler == FINCH_AUTO, word
     caplog.clear()
