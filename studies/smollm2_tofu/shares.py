@@ -28,7 +28,6 @@ MEASURES = {  # column: measure, whether it is a share of SFT's in place of a di
     "other_answers_above": (None, False, "{:+.2f}"),
     "points_below": ("tofu", False, "{:+.1f}"),
 }
-CONTROLS = ("constant", "finch")
 ENDS = ("", "_low", "_high")
 HEAD = "setting, strength | rate | runs | training loss | KL | stories' rise | paraphrase loss above | points of accuracy below"
 
@@ -45,14 +44,15 @@ def shares(study: Path) -> list[dict[str, str]]:
         sft = methods.pop("sft")
         shown = {name: points for name, points in methods.items() if not others or ": " in name}
         rates = {rate for points in shown.values() for rate in points.rates}
-        shown = {name: methods[name] for name in CONTROLS if name in methods} | shown
-        for name, number in (
-            (name, i) for name, points in shown.items() for i, at in enumerate(points.rates) if at in rates
-        ):
+        shown = {name: methods[name] for name in ("constant", "finch") if name in methods} | shown
+        numbered = [(name, i) for name, points in shown.items() for i, at in enumerate(points.rates) if at in rates]
+        for name, number in numbered:
             points, setting = shown[name], name if ": " in name else f"{sweep}: {name}"
             score, forgotten, rate = points.new[:, number], points.forgotten[:, number], points.rates[number]
             its = at_equal_loss(sft, score, is_log=measure == PRIMARY)
-            values = with_interval(forgotten / its if is_share else forgotten - its)
+            # Of what SFT has not forgotten for sure there is no share.
+            has_one = not is_share or np.quantile(its, 0.025) > 0
+            values = with_interval(forgotten / its if is_share else forgotten - its) if has_one else (np.nan,) * 3
             line = {"setting": setting, "optimizer.lr": f"{rate:g}", "runs": str(points.num_runs[number])}
             line |= {"training_loss": f"{-score[0]:.3f}", "kl": f"{forgotten[0]:.4f}"}  # the KL comes first
             line = lines.setdefault((setting, rate), line)
@@ -67,7 +67,8 @@ def table(lines: Sequence[Mapping[str, str]]) -> str:
         name, keys = line["setting"], ("optimizer.lr", "runs", "training_loss")
         cells = [name if name.startswith("equations") else name.partition(": ")[2], *(line[key] for key in keys)]
         for column, (*_, form) in MEASURES.items():
-            cells.append(f"{form} [{form}, {form}]".format(*(float(line[column + end]) for end in ENDS)))
+            numbers = [float(line[column + end]) for end in ENDS]
+            cells.append("" if np.isnan(numbers[0]) else f"{form} [{form}, {form}]".format(*numbers))
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 

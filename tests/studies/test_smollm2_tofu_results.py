@@ -196,7 +196,10 @@ def check_lines(lines, known, sft):
             "other_answers_above": one[3] - paraphrases,
             "points_below": 100 * (accuracy - one[4]),
         }
-        assert {key: float(line[key]) for key in expected} == pytest.approx(expected, abs=2e-3)
+        if line["stories_share"] == "nan":  # SFT's stories may not have risen
+            assert line["setting"].startswith("equations")
+            expected["stories_share"] = np.nan
+        assert {key: float(line[key]) for key in expected} == pytest.approx(expected, abs=2e-3, nan_ok=True)
     assert not known
 
 
