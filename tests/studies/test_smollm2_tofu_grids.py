@@ -33,7 +33,13 @@ CELLS = {
         for kind in ("", "average_of_")
     }
     | {"answers_1024_rows_16": 8, "finch_answers_1024_rows_16": 2},
-    "GRID_equations.yaml": {"sft": 12, "self_replay": 6, "answers_1024_rows_16": 6},
+    "GRID_equations.yaml": {
+        "sft": 12,
+        "self_replay": 6,
+        "answers_1024_rows_16": 6,
+        "cosine": 12,
+        "cosine_answers_1024_rows_16": 6,
+    },
     "GRID_replay_stories260k.yaml": dict.fromkeys(("sft", "finch", "constant", "kl_0.1", *REPLAYED[-3:]), 9),
     "GRID_quick.yaml": {"sft": 2, "wise_ft": 2, "finch": 1},
 }
