@@ -41,7 +41,7 @@ from finch.config.instantiate import did_you_mean
 from finch.evaluation.commands.evaluate import check_data, check_harness
 from finch.evaluation.tasks.registry import select_tasks
 from finch.study.sweep.grid import RUN, SMALL_LR, WAITING, Cell, Evaluation, Grid, cells_of, read_grid, write_cell
-from finch.study.sweep.job import Job, different_key, run_words
+from finch.study.sweep.job import Job, check_method, different_key, row_hashes, run_words
 
 SWEEP_SCRIPT = "sweep.sbatch"
 _EVALUATION = "evaluation"  # among the names of cells, which have a = or a method's
@@ -207,6 +207,8 @@ def _at_cap(job: Job) -> str:
     """In which share of the steps FINCH was at its cap; before the first one, below which loss it will be; empty for another schedule."""
     from finch.training.config_checks import describe_cap
 
+    if "lr_scheduler.log" in job.cell.values:  # it may not be there yet
+        return ""
     metrics = job.cell.folder / run_files.METRICS
     share = run_files.capped_share(run_files.read_metrics(metrics)) if metrics.exists() else None
     return describe_cap(job.cfg) if share is None else f"{share:.0%} of steps"
@@ -262,6 +264,8 @@ def compose(
     # Plain containers: to compare omegaconf's takes milliseconds each.
     configs: list[Any] = [OmegaConf.to_container(job.cfg, resolve=True) for job in runs]
     trained = [{key: value for key, value in config.items() if key not in left_out} for config in configs]
+    for config in trained:  # torchtune's block repeats the cell's own folder
+        config["checkpointer"] = {**config["checkpointer"], "output_dir": None}
     for job, keys in zip(runs, trained, strict=True):
         first = runs[trained.index(keys)].cell.name
         if first != job.cell.name:
@@ -272,22 +276,25 @@ def compose(
 def _compose(grid: Grid, cell: Cell, launcher: Sequence[str], is_here: bool, num_ranks: int | None) -> Job:
     words = run_words(grid, cell)[1:]
     recipe, cfg = read_job(grid.config, words, is_here=is_here)
+    check_method(grid, cell, cfg)
     from finch.training.config_checks import check_schedule  # after the first look, which does not import torch
 
     is_named = any(word.startswith("lr_scheduler.eta_max=") for word in words)
-    if "optimizer.lr" in cell.values and not is_named and check_schedule(cfg):
+    has_rate = any(word.startswith("optimizer.lr=") for word in words)
+    has_log = cell.source is None or (cell.source / run_files.METRICS).exists()  # lr_replay's
+    if has_rate and not is_named and has_log and check_schedule(cfg):
         # Else the cell would train at the constant rate of its cap, as one of another method.
         cell = replace(cell, adapted=("lr_scheduler.eta_max=auto",))
         recipe, cfg = read_job(grid.config, run_words(grid, cell)[1:], is_here=is_here)
     if grid.recipe is not None and recipe != grid.recipe:
         raise UserError(f"recipe={grid.recipe} does not train its model, {recipe} does; leave recipe out of the grid")
-    if cell.source is None or (cell.source / run_files.METRICS).exists():  # not before lr_replay has its log
+    if has_log:
         for check in config_checks(cfg, num_ranks):
             check()
     if is_here:
         for check in machine_checks(recipe, cfg, num_ranks or 1, waits=True):
             check()
-    job = Job(grid, cell, recipe, cfg, launcher)
+    job = Job(grid, replace(cell, rows=row_hashes(cfg)), recipe, cfg, launcher)
     if job.select_by is not None and (cfg.save_last_epoch_only or cfg.save_best_only):
         key = "save_last_epoch_only" if cfg.save_last_epoch_only else "save_best_only"
         raise UserError(
@@ -297,6 +304,10 @@ def _compose(grid: Grid, cell: Cell, launcher: Sequence[str], is_here: bool, num
         key, saved, given = different
         raise UserError(
             f"{cell.folder} holds a run with {key}={_short(saved)}, the grid says {_short(given)}; give another out, or overwrite=True"
+        )
+    if not grid.overwrites and job.has_lost_epochs():
+        raise UserError(
+            f"evaluate.select_by={job.select_by}: {cell.folder} has only the epoch that validation loss chose; leave it out, give another out, or overwrite=True"
         )
     return job
 

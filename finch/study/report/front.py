@@ -23,6 +23,7 @@ from finch.evaluation.results import POINTS
 from finch.evaluation.statistics import Array, mean_of_known, resample, score_table
 from finch.evaluation.tasks.registry import VALIDATION
 from finch.study.report.measures import Comparison, Estimate
+from finch.study.report.runs import Run
 from finch.study.report.selection import Measure
 from finch.study.sweep.grid import LABEL, METHOD, SEED
 
@@ -99,23 +100,33 @@ def group_settings(comparison: Comparison) -> list[Setting]:
     configs train otherwise, which their values then say."""
     groups: dict[tuple[tuple[tuple[str, str], ...], int], list[int]] = {}
     others: dict[Hashable, list[dict[str, Any]]] = {}
+    of_method: dict[str, list[dict[str, Any]]] = {}
     for number, run in enumerate(comparison.runs):
         same = tuple(sorted((key, str(value)) for key, value in _without_seed(run.values).items()))
         trained_by = others.setdefault(same, [])
         if run.trained_by not in trained_by:
             trained_by.append(run.trained_by)
         groups.setdefault((same, trained_by.index(run.trained_by)), []).append(number)
+        if run.config:
+            of_method.setdefault(run.method, []).append(_unnamed(run))
     settings = []
-    for (same, _), numbers in groups.items():
+    for numbers in groups.values():
         runs = [comparison.runs[number] for number in numbers]
         values = {key: value for key, value in _without_seed(runs[0].values).items() if key not in (METHOD, LABEL)}
-        values |= _differing(runs[0].trained_by, others[same])
+        differing = _differing(_unnamed(runs[0]), of_method.get(runs[0].method, []))
+        values |= {key: value for key, value in differing.items() if key not in values}
         if len({run.seed for run in runs}) == len(runs):
             settings.append(Setting(runs[0].method, values, numbers))
         else:
             for number, run in zip(numbers, runs, strict=True):
                 settings.append(Setting(run.method, {**values, FOLDER: run.folder.name}, [number]))
     return settings
+
+
+def _unnamed(run: Run) -> dict[str, Any]:
+    """What a run's config trains by that its values do not name."""
+    names = {key.removesuffix("._component_") for key in run.values}
+    return {key: value for key, value in run.trained_by.items() if key not in names}
 
 
 def _differing(trained_by: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

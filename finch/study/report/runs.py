@@ -20,15 +20,16 @@ from finch.config.foreign import read_data
 from finch.config.instantiate import component_of
 from finch.config.methods import METHODS
 from finch.evaluation.results import SuiteResult, read_as, read_results
-from finch.study.sweep.grid import LABEL, LR, METHOD, SEED
+from finch.study.sweep.grid import LABEL, LOG, LR, METHOD, SEED
 
 BATCH_SIZE = "batch_size"
 _MODEL = re.compile(r"(?P<kind>epoch|\w+_step)_(?P<number>\d+)(_adapter)?")
 _TRAINED_BY = (
-    *("epochs", "max_steps_per_epoch", "optimizer", "lr_scheduler", "clip_grad_norm", "dtype"),
+    *("model", "tokenizer", "epochs", "max_steps_per_epoch", "optimizer", "lr_scheduler", "clip_grad_norm", "dtype"),
     *("loss", "regularizer", "kl_penalty", "self_replay"),
 )
 """Keys of a config by which runs of other seeds are other settings. Not the rows: those of a seed may be its own."""
+_OWN = {LR, LOG, "self_replay.cache", "model.path", "tokenizer.path", "tokenizer.merges_file", "tokenizer.date"}
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,13 @@ class Run:
 
     @property
     def trained_by(self) -> dict[str, Any]:
-        """What else its config trains by than ``values`` say: runs that are averaged have it in common."""
-        found = {key: self.config[key] for key in _TRAINED_BY if self.config.get(key) is not None}
-        own = {"optimizer": ("lr",), "lr_scheduler": ("log",), "self_replay": ("cache",)}
-        for key, names in own.items():
-            if isinstance(block := found.get(key), dict):
-                found[key] = {name: value for name, value in block.items() if name not in names}
-        return found
+        """What else its config trains by than ``values`` say, by dotted keys: runs that are averaged have it in common."""
+        found: dict[str, Any] = {}
+        for key in _TRAINED_BY:
+            block = self.config.get(key)
+            for name, value in block.items() if isinstance(block, dict) else [("_component_", block)]:
+                found[f"{key}.{name}".removesuffix("._component_")] = value
+        return {key: value for key, value in found.items() if value is not None and key not in _OWN}
 
     @property
     def num_rows(self) -> int | None:
@@ -230,7 +231,9 @@ def read_run(folder: Path) -> Run:
 
 
 def method_of_config(config: Mapping[str, Any]) -> str:
-    """The name of the method whose blocks a config has, such as ``finch+talr``; ``sft`` without any of another method."""
+    """The name of the method whose blocks a config has, such as ``finch+talr``; ``sft`` without any of another method. A block of strength 0 only
+    measures."""
+    config = {key: one for key, one in config.items() if not (isinstance(one, Mapping) and one.get("strength") == 0)}
 
     def has(key: str, block: Any) -> bool:
         value = config.get(key)  # of a constant rate none, or its decay
@@ -264,7 +267,10 @@ def _values_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     lr, batch_size = (config.get("optimizer") or {}).get("lr"), config.get("batch_size")
     num_batches = config.get("gradient_accumulation_steps") or 1
     rows = None if batch_size is None else batch_size * num_batches
-    values = {METHOD: method_of_config(config), LR: lr, BATCH_SIZE: rows, SEED: config.get("seed")}
+    method = method_of_config(config)
+    values = {METHOD: method, LR: lr, BATCH_SIZE: rows, SEED: config.get("seed")}
+    if "lr_replay" in method.split("+"):  # its rates are the log's
+        del values[LR]
     return {key: value for key, value in values.items() if value is not None}
 
 

@@ -25,7 +25,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,7 @@ class Cell:
         dependencies: folders of the cells that come first: WiSE-FT's tuned model; the run that lr_replay replays; the SFT cells
             that small_lr's learning rate is chosen from.
         adapted: overrides that follow from the values, which the grid does not name.
+        rows: hashes of the local files of its rows, by the config's key.
     """
 
     values: Mapping[str, Any]
@@ -86,6 +87,7 @@ class Cell:
     kind: str = RUN
     dependencies: tuple[Path, ...] = ()
     adapted: tuple[str, ...] = ()
+    rows: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -178,6 +180,7 @@ def write_cell(cell: Cell, *, task: str | None, status: str, source: Path | None
         "task": task,
         "source": None if source is None else f"../{source.name}",
         "status": status,
+        **({"rows": dict(cell.rows)} if cell.rows else {}),
     }
     with writing(f"{cell.folder}", "give another folder: out"):
         make_folder(cell.folder)
@@ -185,7 +188,7 @@ def write_cell(cell: Cell, *, task: str | None, status: str, source: Path | None
 
 
 def read_cell(folder: Path) -> dict[str, Any]:
-    """The content of RUN/cell.json: ``values``, ``task``, ``source`` and ``status``.
+    """The content of RUN/cell.json: ``values``, ``task``, ``source``, ``status`` and ``rows``.
 
     Raises:
         UserError: the file is missing or broken.
@@ -193,7 +196,8 @@ def read_cell(folder: Path) -> dict[str, Any]:
     path = folder / run_files.CELL
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return {"values": dict(content["values"]), **{key: content.get(key) for key in ("task", "source", "status")}}
+        others = ("task", "source", "status", "rows")
+        return {"values": dict(content["values"]), **{key: content.get(key) for key in others}}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error}); start finch sweep again, it writes the file") from error
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +17,18 @@ from typing import TYPE_CHECKING, Any
 from finch.base import run_files
 from finch.base.errors import UserError
 from finch.base.files import atomic_file
+from finch.config.methods import METHODS, SFT, split_name
 from finch.evaluation.results import read_result, read_samples, write_result
 from finch.evaluation.tasks.registry import SUITES
+from finch.study.report.runs import method_of_config
 from finch.study.sweep.grid import (
     ALPHA,
     DEFAULT_ALPHA,
     EVALUATED,
     FINISHED,
+    LABEL,
+    LR,
+    METHOD,
     RUN,
     SMALL_LR,
     WISE_FT,
@@ -100,7 +107,7 @@ class Job:
 
         best = max(self._epochs(), key=score)
         _link(run / run_files.BEST, Path(best.name))
-        if suite in missing_results(run, self.evaluation):
+        if suite in self._missing_results():
             own, path = _result_path(run, suite), _result_path(run, suite, best.name)
             result = read_result(path)
             base = None if result.base is None else os.path.relpath(path.parent / result.base, own.parent)
@@ -111,6 +118,18 @@ class Job:
         """The models of the epochs that are there, the first epoch's first; a complete model rather than its adapter."""
         folders = sorted(run_files.epoch_folders(self.cell.folder).items())
         return list({number: path for (number, _), path in folders}.values())
+
+    def has_lost_epochs(self) -> bool:
+        """Whether epochs to choose from are gone, which ``keep`` has removed before any was scored."""
+        run, metrics = self.cell.folder, self.cell.folder / run_files.METRICS
+        if self.select_by is None or not metrics.exists() or (run / run_files.CHECKPOINTS).exists():
+            return False
+        last = max((line.get("epoch", 0) for line in run_files.read_metrics(metrics)), default=0)
+        is_scored = any((run / run_files.EVALUATION).glob(f"epoch_*/{self.select_by}.json"))
+        return len(self._epochs()) == 1 <= last and not is_scored and self.is_trained()
+
+    def _missing_results(self) -> list[str]:
+        return missing_results(self.cell.folder, self.evaluation, base=self.evaluation.base or self.pretrained)
 
     def _is_scored(self, epoch: Path) -> bool:
         suite = str(self.select_by)
@@ -145,7 +164,7 @@ class Job:
         if not self.is_selected():
             epochs = self._epochs() or [run / f"epoch_{number}" for number in range(self.cfg.epochs)]
             commands.append(self._evaluate(epochs, suite=self.select_by))
-        if missing_results(run, evaluation):
+        if self._missing_results():
             names = {"suite": ",".join(evaluation.suites) or None, "tasks": ",".join(evaluation.tasks) or None}
             own = {"include_path": evaluation.include_path, "new_task": evaluation.new_task}
             commands.append(self._evaluate([run], **names, **own))
@@ -228,10 +247,10 @@ def is_trained(run: Path, cfg: DictConfig) -> bool:
     return (state["epoch"] >= cfg.epochs and (is_exported or has_best)) or _is_stopped(state, cfg)
 
 
-def missing_results(run: Path, evaluation: Evaluation) -> list[str]:
-    """The suites whose results are absent, lack a task, are older than the run's model, or are of other data or another limit."""
+def missing_results(run: Path, evaluation: Evaluation, base: str | None = None) -> list[str]:
+    """The suites whose results are absent, lack a task, are older than the run's model, or are of other data, another limit or another ``base``."""
     written, results = _chosen_at(run), evaluation.results()
-    return [one for one in results if not _is_result(_result_path(run, one), results[one], evaluation, written)]
+    return [one for one in results if not _is_result(_result_path(run, one), results[one], evaluation, written, base)]
 
 
 def slurm_error(run: Path) -> str:
@@ -266,7 +285,46 @@ def different_key(run: Path, cfg: DictConfig) -> tuple[str, Any, Any] | None:
     old, new = (str(each["checkpointer"]["checkpoint_dir"]) for each in (saved, config))
     if Path(old).resolve() != Path(new).resolve():
         return "checkpointer.checkpoint_dir", old, new
+    with contextlib.suppress(UserError):  # cell.json is written again
+        for key, hashes in (read_cell(run)["rows"] or {}).items():
+            if hashes != (now := row_hashes(cfg).get(key, hashes)):
+                return f"hashes of {key}.data_files", hashes, now
     return None
+
+
+def check_method(grid: Grid, cell: Cell, cfg: DictConfig) -> None:
+    """Raises UserError where other keys of the grid have made the cell one of another method than it says."""
+    from omegaconf import OmegaConf
+
+    if (name := cell.values.get(METHOD)) is None:
+        return
+    names = split_name(str(name))
+    rate = next((word for word in grid.overrides if word.startswith(f"{LR}=")), None)
+    if SMALL_LR in names and LR not in cell.values and rate is not None:
+        raise UserError(f"{rate} would be method={name}'s too; give {LR} in the config, or in the grid")
+    is_measured = any(key.endswith(".strength") and value == 0 for key, value in cell.values.items())
+    if LABEL in cell.values or is_measured:
+        return
+    blocks = SFT | {key: block for one in names for key, block in METHODS[one].blocks.items() if key != "model"}
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    trained = method_of_config({key: config.get(key) for key in blocks})
+    if trained != method_of_config(blocks):
+        raise UserError(
+            f"method={name}, but other keys of the grid make it {trained}; leave them out, or give the mapping a label"
+        )
+
+
+def row_hashes(cfg: DictConfig) -> dict[str, list[str]]:
+    """Of the local files of rows, by the config's key; rows of the hub and files that are not here have none. Not their times: a copy is the same."""
+    from finch.data.cache import content_hash
+    from finch.data.row_files import local_files, nodes_of, validation_sets
+
+    found = {}
+    for key, node in {"dataset": cfg.dataset, **dict(validation_sets(cfg.dataset_validation).values())}.items():
+        with contextlib.suppress(UserError, OSError):
+            names = [each.data_files for each in nodes_of(node) if each.get("data_files") is not None]
+            found[key] = [content_hash(file)[1] for name in names for file in local_files(name)]
+    return {key: hashes for key, hashes in found.items() if hashes}
 
 
 def _newest_state(run: Path) -> dict[str, Any] | None:
@@ -320,15 +378,33 @@ def _chosen_at(run: Path) -> float:
     return max(_written(model), model.lstat().st_mtime if is_own_link else 0.0)
 
 
-def _is_result(path: Path, tasks: set[str], evaluation: Evaluation, written: float) -> bool:
+def _is_result(path: Path, tasks: set[str], evaluation: Evaluation, written: float, base: str | None = None) -> bool:
     root, limit = evaluation.data_root, evaluation.limit
     asked = {"limit": limit, "data": "hub" if root is None else str(Path(root).resolve())}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         is_complete = tasks <= content["tasks"].keys() and content["settings"].items() >= asked.items()
-        return is_complete and path.stat().st_mtime >= written
+        is_complete = is_complete and path.stat().st_mtime >= written
+        return is_complete and (base is None or _is_compared_with(base, path, content))
     except (OSError, ValueError, KeyError, AttributeError):
         return False
+
+
+def _is_compared_with(base: str, path: Path, content: Mapping[str, Any]) -> bool:
+    """Whether a result's pretrained model is ``base`` or a copy of it; True where that cannot be known."""
+    own = path.parent / (content.get("base") or "absent")
+    if not own.is_file() or not Path(base).is_dir():
+        return True
+    earlier = json.loads(own.read_text(encoding="utf-8"))
+    return earlier["model"] == str(Path(base).resolve()) or earlier["weights"] == _hash_of(base)
+
+
+@functools.cache
+def _hash_of(base: str) -> str:
+    from finch.evaluation.loading import hash_weights
+    from finch.evaluation.model_folders import ModelFolder
+
+    return hash_weights(ModelFolder("--base", Path(base)))
 
 
 def _link(link: Path, target: Path) -> None:

@@ -84,6 +84,21 @@ def test_sweep_trains_and_interpolates_and_skips_what_is_finished(grid, tmp_path
             (),
             "cells sft_log_level-INFO and sft_log_level-ERROR are the same run; leave one out of the grid",
         ),
+        (
+            {"method": ["sft"], "log_level": ["INFO", "ERROR"]},
+            ("checkpointer.output_dir=${output_dir}",),
+            "cells sft_log_level-INFO and sft_log_level-ERROR are the same run",
+        ),
+        (
+            {"method": ["dft"]},
+            ("loss=torch.nn.CrossEntropyLoss",),
+            "cell dft: method=dft, but other keys of the grid make it sft; leave them out, or give the mapping a label",
+        ),
+        (
+            {"method": ["small_lr"]},
+            ("optimizer.lr=3e-4",),
+            "cell small_lr: optimizer.lr=3e-4 would be method=small_lr's too; give optimizer.lr in the config, or in the grid",
+        ),
         ({"seed": [0]}, ("--jobs", "0"), "--jobs 0 must be at least 1"),
         ({"seed": [0]}, ("--nodes", "2"), "--nodes is not an option of finch sweep; options of sbatch need --slurm"),
         ({"seed": [0]}, ("--slurm", "overwrite=True"), "overwrite=True: a job that is requeued would start from"),
@@ -124,6 +139,26 @@ def test_eta_max_follows_a_rate_above_it(grid, capsys, caplog):
         below = "0.16" if is_adapted else "4" if len(mappings) == 3 else "4e-06"
         assert re.search(rf"^finch\S+ +to do +none +below {below} nats$", printed, re.MULTILINE)
         assert re.search(r"^sft\S+ +to do +none$", printed, re.MULTILINE) or not is_adapted
+
+
+def test_eta_max_follows_a_rate_of_all_cells(grid, capsys):
+    """A cell of lr_replay has no cap, and at first no log."""
+    code, printed, error = finch(
+        capsys, "sweep", grid([{"method": ["finch"]}, REPLAY]), "--dry-run", "optimizer.lr=1e-2"
+    )
+    assert (code, "lr_scheduler.eta_max=auto" in printed) == (0, True), error
+
+
+def test_rows_that_have_changed_since_a_run_are_refused(grid, tmp_path, rows_file, capsys):
+    rows = shutil.copy(rows_file, tmp_path / "rows.jsonl")
+    file = grid({"method": ["sft"]}, overrides={"dataset.data_files": str(rows)})
+    assert finch(capsys, "sweep", file)[0] == 0
+    os.utime(rows)  # as in a copy of the folder
+    assert finch(capsys, "sweep", file)[1].splitlines()[-1] == "all 1 cells are done"
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[1:]))
+    code, _, error = finch(capsys, "sweep", file)
+    assert (code, "sft holds a run with hashes of dataset.data_files=[" in error) == (1, True), error
+    assert finch(capsys, "sweep", file, "--dry-run", "overwrite=True")[0] == 0
 
 
 def test_dry_run_prints_runs_and_evaluations(grid, tmp_path, base_folder, capsys):

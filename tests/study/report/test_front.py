@@ -51,6 +51,33 @@ def test_runs_that_train_otherwise_are_separate_settings(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("key", ["model.lora_rank", "tokenizer.prompt_template"])
+def test_models_and_tokenizers_of_other_settings_are_not_averaged(key, tmp_path):
+    block, _, name = key.partition(".")
+    for seed in (0, 1, 2):  # seed 2 is of other folders than seed 1
+        content = {"_component_": "x", name: min(seed, 1), **({"path": f"{seed}"} if block == "tokenizer" else {})}
+        make_run(tmp_path / str(seed), "sft", 1e-5, seed, base=None, config={block: content})
+    settings = group_settings(compare(read_runs([tmp_path / str(seed) for seed in (0, 1, 2)])))
+    assert [(setting.values[key], list(setting.runs)) for setting in settings] == [(0, [0]), (1, [1, 2])]
+
+
+def test_settings_of_a_method_say_what_they_train_by(tmp_path):
+    """Also where their values differ; not what all values name."""
+    make_run(tmp_path / "a", "sft", 1e-5, base=None, config={"lr_scheduler": None})
+    make_run(tmp_path / "b", "sft", 3e-5, base=None)
+    schedules = ({"_component_": "finch.FinchLR", "eta_max": eta_max} for eta_max in (1e-4, 2e-4))
+    for name, schedule in zip("cd", schedules, strict=True):
+        cell = {"lr_scheduler.eta_max": schedule["eta_max"]}
+        make_run(tmp_path / name, "finch", 1e-5, base=None, cell=cell, config={"lr_scheduler": schedule})
+    settings = group_settings(compare(read_runs([tmp_path / name for name in "abcd"])))
+    keys = [{key: setting.values.get(key) for key in setting.values if "lr_scheduler" in key} for setting in settings]
+    assert keys == [
+        {"lr_scheduler": None},
+        {"lr_scheduler": "finch.cosine.cosine_with_warmup"},
+        *({"lr_scheduler.eta_max": eta_max} for eta_max in (1e-4, 2e-4)),
+    ]
+
+
 def test_replayed_seeds_are_seeds(tmp_path):
     for seed in (0, 1):
         cell = {"method": "lr_replay", "lr_scheduler.log": {"cell": {"method": "finch", "seed": seed}}}

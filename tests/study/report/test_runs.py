@@ -20,6 +20,18 @@ def test_method_of_config(name):
     assert method_of_config(OmegaConf.to_container(cfg)) == name
 
 
+@pytest.mark.parametrize("name", ["kl", "self_replay", "l2"])
+def test_block_of_strength_0_is_no_method(name):
+    block = next(iter(METHODS[name].blocks))
+    cfg, _ = merge(MINIMAL, [f"method=finch+{name}" if name == "kl" else f"method={name}", f"{block}.strength=0"])
+    assert method_of_config(OmegaConf.to_container(cfg)) == ("finch" if name == "kl" else "sft")
+
+
+def test_replayed_rates_are_not_the_configs(tmp_path):
+    run = make_run(tmp_path / "a", "sft", 3e-5, base=None, config={"lr_scheduler": {"_component_": "finch.ReplayLR"}})
+    assert (read_runs([run])[0].method, read_runs([run])[0].learning_rate) == ("lr_replay", None)
+
+
 def test_values_are_a_cell_over_its_config(tmp_path):
     run = make_run(tmp_path / "a", "finch", 3e-5, 7, base=None)
     [read] = read_runs([run])

@@ -1,16 +1,81 @@
 """What of a cell's folder counts as done, and as this cell's."""
 
+import contextlib
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
+from helpers.runs import MINIMAL
 from omegaconf import OmegaConf
 
+from finch.base.errors import UserError
+from finch.config.methods import METHODS
+from finch.config.parser import merge
+from finch.evaluation.loading import hash_weights
+from finch.evaluation.model_folders import ModelFolder
 from finch.evaluation.tasks.registry import SUITES
 from finch.study.sweep import local
-from finch.study.sweep.grid import EVALUATED, Evaluation
-from finch.study.sweep.job import different_key, missing_results
+from finch.study.sweep.grid import EVALUATED, Evaluation, override_words
+from finch.study.sweep.job import check_method, different_key, missing_results, row_hashes
 from finch.study.sweep.local import LocalSweep
+
+
+@pytest.mark.parametrize(
+    ("values", "words", "trained"),
+    [
+        ({"method": "sft"}, ["kl_penalty=finch.regularization.KL", "self_replay={rows: 8}"], "kl+self_replay"),
+        ({"method": "dft+kl"}, ["loss=torch.nn.CrossEntropyLoss"], "kl"),
+        ({"method": "kl"}, ["kl_penalty.strength=0"], "sft"),
+        ({"method": "finch", "lr_scheduler": None}, [], "sft"),
+        ({"method": "finch", "lr_scheduler": None, "label": "constant"}, [], None),
+        ({"method": "kl", "kl_penalty.strength": 0}, [], None),
+        ({"method": "sft", "lr_scheduler": None}, ["lr_scheduler.decay=0.3"], None),
+        ({"method": "self_replay", "lr_scheduler": None, "self_replay.rows": 8}, ["average=auto"], None),
+        ({"method": None}, ["loss=finch.objectives.DFT"], None),
+        *(({"method": name}, ["lr_scheduler.log=x"] * (name == "lr_replay"), None) for name in METHODS),
+        *(({"method": name}, ["model.lora_rank=2"], None) for name in ("finch+lora", "lora")),
+        *(({"method": name}, [], None) for name in ("dft+kl", "finch+wise_ft+self_replay", "wise_ft+asft")),
+    ],
+)
+def test_cell_trains_the_method_that_it_says(values, words, trained):
+    overrides = override_words({key: value for key, value in values.items() if key != "label"})
+    cfg, _ = merge(MINIMAL, [*words, *overrides])
+    grid, cell = SimpleNamespace(overrides=words), SimpleNamespace(values=values)
+    text = f"but other keys of the grid make it {trained}; " if trained else ""
+    with pytest.raises(UserError, match=re.escape(text)) if trained else contextlib.nullcontext():
+        check_method(grid, cell, cfg)
+
+
+def test_rows_are_the_content_of_local_files(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("row")
+    files = [str(tmp_path / name) for name in ("a", "b")]
+    dataset = [{"_component_": "x", "data_files": file} for file in files]
+    cfg = OmegaConf.create({"dataset": dataset, "dataset_validation": {"_component_": "x", "data_files": files}})
+    hashes = row_hashes(cfg)
+    assert hashes == {key: [hashes["dataset"][0]] * 2 for key in ("dataset", "dataset_validation")}
+    for elsewhere in ("absent.jsonl", "https://x.org/rows.jsonl", None):
+        cfg = OmegaConf.create({"dataset": {"_component_": "x", "data_files": elsewhere}, "dataset_validation": None})
+        assert row_hashes(cfg) == {}
+
+
+def test_results_of_another_base_are_missing(tmp_path):
+    def is_missing(base):
+        return missing_results(tmp_path / "run", Evaluation(suites=("forgetting",)), base=str(tmp_path / base))
+
+    content = {"tasks": dict.fromkeys(SUITES["forgetting"]), "settings": {"limit": None, "data": "hub"}}
+    for name in ("one", "copy", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_text("b" if name == "other" else "a")
+    folder = tmp_path / "run" / "evaluation"
+    folder.mkdir(parents=True)
+    (folder / "forgetting.json").write_text(json.dumps({**content, "base": "../../base.json"}))
+    assert is_missing("other") == []  # not known
+    weights = hash_weights(ModelFolder("--base", tmp_path / "one"))
+    (tmp_path / "base.json").write_text(json.dumps({"model": str(tmp_path / "one"), "weights": weights}))
+    assert [is_missing(base) for base in ("one", "copy", "other", "absent")] == [[], [], ["forgetting"], []]
 
 
 def test_results_of_other_data_are_missing(tmp_path):

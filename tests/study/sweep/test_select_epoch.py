@@ -204,6 +204,15 @@ def test_earlier_sweep_without_select_by_is_scored_and_what_used_the_other_epoch
     assert sorted(programs.events) == sorted(set(EVENTS) - {"train"})
 
 
+def test_epochs_that_are_gone_cannot_be_chosen_from(programs, tmp_path):
+    """Those that a sweep without select_by has removed; one with it had scored them."""
+    for name, suites in (("by_loss", {"evaluate": {"suites": ["knowledge"]}}), ("by_suite", {})):
+        sweep(tmp_path / name, keep="best", grid={"method": ["sft"]}, **suites)
+        [job] = make_jobs(tmp_path / name, keep="best", grid={"method": ["sft"]})
+        write_lines(job.cell.folder / "metrics.jsonl", *({"step": epoch + 1, "epoch": epoch} for epoch in range(3)))
+        assert job.has_lost_epochs() == (name == "by_loss")
+
+
 def test_cells_with_all_epochs_are_at_most_as_many_as_run_at_a_time(programs, tmp_path):
     sweep(tmp_path, grid={"seed": [0, 1, 2]}, keep="best", num_parallel=2)
     scored = [event for event in programs.events if event == "train" or event.startswith("epoch_2")]
