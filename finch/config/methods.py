@@ -7,8 +7,8 @@ A method overrides the config file, and the rest of the command line overrides t
 
     file  <  method  <  key=value
 
-A block of the file that has the method's component already keeps its settings. The key ``method`` itself is not kept: a run's
-config.yaml holds the blocks.
+A block of the file that has the method's component already keeps its settings. A single key adds no penalty and no replay to a method
+without it. The key ``method`` itself is not kept: a run's config.yaml holds the blocks.
 
 `finch list methods` works at once and without the torchtune extra: omegaconf is imported only where a method is applied.
 """
@@ -220,12 +220,12 @@ def apply_method(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, lis
         UserError: see ``split_name``; a key of a penalty or of self_replay that the method does not have.
     """
     blocks = copy.deepcopy(file_blocks)
-    name, is_files = blocks.pop("method", None), True
+    name, from_file = blocks.pop("method", None), True
     remaining = []
     for override in overrides:
         key, _, value = override.partition("=")
         if key in ("method", "~method"):
-            name, is_files = None if value in ("", "null", "None") else value, False
+            name, from_file = None if value in ("", "null", "None") else value, False
         else:
             remaining.append(override)
     if name is None:
@@ -238,7 +238,7 @@ def apply_method(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, lis
                 blocks[key] = _keep_settings(block, file_blocks.get(key))
     _refuse_switched_on(blocks, remaining, names)
     dropped = [key for key, block in SFT.items() if block is None and file_blocks.get(key) and blocks[key] is None]
-    if dropped and is_files:  # one text that says both
+    if dropped and from_file:  # one text that says both
         raise UserError(f"{dropped[0]}: method={name} in the same file leaves it out; take one of them out")
     # LORA_LR is above the cap of full fine-tuning: the rate would be that cap throughout.
     if "finch" in names and "lora" in names:
