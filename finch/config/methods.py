@@ -248,8 +248,9 @@ def apply_method(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, lis
 
 def _refuse_switched_on(blocks: Blocks, overrides: list[str], names: list[str]) -> None:
     """One key of a block that the method leaves out would make the whole block, with its defaults: sft that replays."""
-    keys = [override.removeprefix("+").partition("=")[0] for override in overrides]
-    for override, block in ((override, key.partition(".")[0]) for override, key in zip(overrides, keys, strict=True)):
+    keys = {override.removeprefix("+").partition("=")[0]: override for override in overrides}
+    for key, override in keys.items():
+        block = key.partition(".")[0]
         if SFT.get(block, ...) is None and blocks[block] is None and block not in keys:
             named = f"give method={'+'.join([*names, block]).removeprefix('sft+')}, or " if block in METHODS else ""
             raise UserError(f"{override}: method={'+'.join(names)} has no {block}; {named}leave it out")

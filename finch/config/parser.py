@@ -30,6 +30,7 @@ from finch.config.resolved import format_override
 from finch.config.schema import RECIPES, FullFinetuneKeys, Keys, keys
 from finch.config.validation import PATHS, check, components, referred_keys
 
+SHORT_LIMIT = re.compile("^(max_seq_len|max_length)=")
 _ENTRY = re.compile(r"([A-Za-z_][\w.]*)\[(\d+)\][\w.\[\]]*=")  # a key in an entry of a list
 _METRIC_LOGGERS = {
     f"metric_logger={word}": f"metric_logger._component_={component}"
@@ -240,7 +241,7 @@ def merge(file_blocks: dict[str, Any], overrides: list[str]) -> tuple[DictConfig
         place = "metric_logger.log_dir=${output_dir}/logs"
         overrides = [place, *(_METRIC_LOGGERS.get(override, override) for override in overrides)]
     if blocks.keys().isdisjoint(("max_seq_len", "max_length")):
-        overrides = [re.sub("^(max_seq_len|max_length)=", "tokenizer.max_seq_len=", override) for override in overrides]
+        overrides = [SHORT_LIMIT.sub("tokenizer.max_seq_len=", override) for override in overrides]
     in_lists = [override for override in overrides if _ENTRY.match(override)]
     dotlist: list[str] = []
     for override in (_expand_component(_remove_block(each, blocks)) for each in overrides if each not in in_lists):

@@ -16,14 +16,15 @@ from rich.text import Text
 
 from finch.base import hub
 from finch.base.errors import UserError
-from finch.base.log import logger, printable
-from finch.base.run_files import AVERAGE, CONFIG, HF_CONFIG, chosen_model
+from finch.base.log import printable
+from finch.base.run_files import AVERAGE, CONFIG, HF_CONFIG
 from finch.config.instantiate import build
 from finch.data.prompts import context_limit, stop_tokens, user_prompt
 from finch.distributed import parallel as distributed
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import precision_of
 from finch.evaluation.average import UNUSED, read_config, tuned_folder
+from finch.evaluation.model_folders import has_average
 from finch.models.lora import without_lora
 from finch.objectives.replay import uniform_draws
 from finch.probes.probes import answer_text
@@ -63,7 +64,7 @@ class Chat:
         trust: bool = False,
         verify: bool = False,
     ) -> None:
-        if (run / CONFIG).is_file() and _has_average(run):
+        if (run / CONFIG).is_file() and has_average(run):
             run /= AVERAGE
         own = run / "model" if (run / "model").is_dir() else run  # of RUN/average
         is_model = not (run / CONFIG).is_file() and any((own / name).is_file() for name in (HF_CONFIG, ADAPTER_CONFIG))
@@ -114,18 +115,6 @@ class Chat:
         model = LoadedModel(self._cfg, precision_of(self._cfg.dtype)).in_memory(self._place)
         HuggingFaceFolder(str(folder)).load_into([model.decoder.state_dict(keep_vars=True)])
         return model.eval()
-
-
-def _has_average(run: Path) -> bool:
-    """Whether a run has one of its last model: it may have gone on since."""
-    average, tuned = run / AVERAGE / "model" / HF_CONFIG, chosen_model(run)
-    if not average.is_file() or tuned is None:
-        return average.is_file()
-    is_newer = average.stat().st_mtime >= max(file.stat().st_mtime for file in tuned.iterdir())
-    if not is_newer:
-        name = tuned.resolve().name
-        logger.warning(f"{run / AVERAGE} is of an earlier model, {name} answers; make it again: finch average {run}")
-    return is_newer
 
 
 def talk(chat: Chat, prompt: str | None, console: Console) -> None:

@@ -196,13 +196,27 @@ class _FirstTurn:
         return {"tokens": [0], "mask": [False]}
 
 
+def has_average(run: Path) -> bool:
+    """Whether a run has one of its last model: it may have gone on since."""
+    average, tuned = run / run_files.AVERAGE / "model" / run_files.HF_CONFIG, run_files.chosen_model(run)
+    if not average.is_file() or tuned is None:
+        return average.is_file()
+    is_newer = average.stat().st_mtime >= max(file.stat().st_mtime for file in tuned.iterdir())
+    if not is_newer:
+        name = tuned.resolve().name
+        logger.warning(
+            f"{run / run_files.AVERAGE} is of an earlier model, {name} answers; make it again: finch average {run}"
+        )
+    return is_newer
+
+
 def _epoch_of(run: Path) -> Path:
     """The model of a run: ``best``, else the last epoch. A log line says which where the run has not ended."""
     model, is_training = run_files.chosen_model(run), RunLock(run).holder() is not None
     if model is None:
         state = "is still in its first epoch" if is_training else "has no epoch"
         raise UserError(f"--tuned={run} {state}: there is neither {run_files.BEST} nor epoch_N; train it first")
-    if (run / run_files.AVERAGE / "model" / run_files.HF_CONFIG).is_file():
+    if has_average(run):
         logger.warning(
             f"--tuned={run}: its model before the average; --tuned {run}/{run_files.AVERAGE} evaluates the average"
         )

@@ -41,6 +41,7 @@ def test_a_runs_average_is_not_what_its_folder_stands_for(base, base_folder, tmp
     find_tuned(run, base)
     assert "average" not in caplog.text
     shutil.copytree(run / "epoch_0", run / "average" / "model")
+    (run / "average" / "model" / "config.json").touch()  # written after the model that it averages
     find_tuned(run, base)
     assert f"--tuned={run}: its model before the average; --tuned {run}/average evaluates the average" in caplog.text
 

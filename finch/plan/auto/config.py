@@ -20,7 +20,7 @@ from finch.base.run_files import CONFIG
 from finch.cli.early_checks import device_of
 from finch.config.instantiate import build, component_of
 from finch.config.methods import METHODS
-from finch.config.parser import merge
+from finch.config.parser import SHORT_LIMIT, merge
 from finch.config.schema import SelfReplay
 from finch.data.row_files import local_files, source_of
 from finch.models.families import model_block
@@ -149,16 +149,15 @@ def complete(
         if not _is_removed("probes", overrides):
             messages.append(f"probes.own: {number} own answers, evaluated as it trains; ~probes removes it")
     limit = OmegaConf.select(given, "tokenizer.max_seq_len")
+    is_method_open = _leaves_method_open(given, file_blocks, overrides)
     if before is not None and "self_replay" not in file_blocks:
         chosen |= {key: before[key] for key in ("self_replay", "average") if before.get(key) is not None}
         chosen["lr_scheduler"] = before.get("lr_scheduler")
-    elif not _leaves_method_open(given, file_blocks, overrides):
-        pass
-    elif (longest := min(context, limit or context)) < _MIN_CONTEXT:
+    elif is_method_open and (longest := min(context, limit or context)) < _MIN_CONTEXT:
         messages.append(
             f"no self_replay, which needs rows of {_MIN_CONTEXT} tokens, not {longest}: FINCH's learning rate"
         )
-    else:
+    elif is_method_open:
         preserve = METHODS["preserve"].blocks
         chosen["self_replay"] = _replay(given, preserve["self_replay"], num_rows, num_bytes)
         if not _is_removed("self_replay", overrides):
@@ -255,9 +254,8 @@ def _replay(given: DictConfig, block: Blocks, num_rows: int | None, size: int) -
 def _user_values(file_blocks: Blocks, overrides: list[str]) -> DictConfig:
     """What the user has set in the file and on the command line, without interpolations and removals, which only the complete config can resolve."""
     short = rf"^({'|'.join(_BLOCKS)})="  # as `model=finch.models.auto`
-    limit = "^(max_seq_len|max_length)="  # as the parser has it
     assignments = [
-        re.sub(limit, "tokenizer.max_seq_len=", re.sub(short, r"\1._component_=", override))
+        SHORT_LIMIT.sub("tokenizer.max_seq_len=", re.sub(short, r"\1._component_=", override))
         for override in overrides
         if "=" in override and not override.startswith("~")
     ]

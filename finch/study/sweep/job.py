@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from finch.base import run_files
 from finch.base.errors import UserError
 from finch.base.files import atomic_file
-from finch.config.methods import METHODS, SFT, split_name
+from finch.config.methods import apply_method
 from finch.evaluation.results import read_result, read_samples, write_result
 from finch.evaluation.tasks.registry import SUITES
 from finch.study.report.runs import method_of_config
@@ -286,9 +286,10 @@ def different_key(run: Path, cfg: DictConfig) -> tuple[str, Any, Any] | None:
     if Path(old).resolve() != Path(new).resolve():
         return "checkpointer.checkpoint_dir", old, new
     with contextlib.suppress(UserError):  # cell.json is written again
-        for key, hashes in (read_cell(run)["rows"] or {}).items():
-            if hashes != (now := row_hashes(cfg).get(key, hashes)):
-                return f"hashes of {key}.data_files", hashes, now
+        earlier, now = read_cell(run)["rows"] or {}, row_hashes(cfg)
+        for key in earlier:
+            if key in now and earlier[key] != now[key]:
+                return f"hashes of {key}.data_files", earlier[key], now[key]
     return None
 
 
@@ -298,14 +299,13 @@ def check_method(grid: Grid, cell: Cell, cfg: DictConfig) -> None:
 
     if (name := cell.values.get(METHOD)) is None:
         return
-    names = split_name(str(name))
+    blocks, _, names = apply_method({}, [f"{METHOD}={name}"])
     rate = next((word for word in grid.overrides if word.startswith(f"{LR}=")), None)
     if SMALL_LR in names and LR not in cell.values and rate is not None:
         raise UserError(f"{rate} would be method={name}'s too; give {LR} in the config, or in the grid")
     is_measured = any(key.endswith(".strength") and value == 0 for key, value in cell.values.items())
     if LABEL in cell.values or is_measured:
         return
-    blocks = SFT | {key: block for one in names for key, block in METHODS[one].blocks.items() if key != "model"}
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     trained = method_of_config({key: config.get(key) for key in blocks})
     if trained != method_of_config(blocks):
