@@ -59,8 +59,8 @@ class FinchFullFinetune(FTRecipeInterface):
         if self.parallel.world_size > 1 or is_restarted():
             watchdog.start(cfg.distributed_timeout)
         self.run.open(self.parallel)
-        # After `open`: where the config has no seed, a resumed run takes its checkpoint's.
-        self.seed = training.set_seed(self.run.seed, cfg.cudnn_deterministic_mode)
+        # After `open`: where the config has no seed, a resumed run takes its checkpoint's. A drawn one is kept in config.yaml.
+        self.seed = cfg.seed = training.set_seed(self.run.seed, cfg.cudnn_deterministic_mode)
         ranks = parallel.describe_ranks(self.parallel.world_size)
         logger.info(f"{ranks} on {self.device.type}; dtype {cfg.dtype}: {self.precision.description}")
         self.loaded = self.model_class(cfg, self.precision, has_adapters=self.trains_adapters)

@@ -168,8 +168,13 @@ def test_next_batch_is_fetched_before_a_step_is_read(tmp_path, tiny, two_epochs,
         assert resumed.column(column) == two_epochs.column(column)[:11]
 
 
-def test_drop_last_and_no_seed(tmp_path, tiny):
-    assert len(finished(tmp_path, tiny(drop_last=True), "seed=null").column("loss")) == 10
+def test_drop_last_and_a_drawn_seed_that_config_yaml_keeps(tmp_path, tiny):
+    config = tiny(drop_last=True)
+    run = finished(tmp_path / "drawn", config, "seed=null", "epochs=1")
+    assert len(run.column("loss")) == 10
+    resumed = finished(tmp_path / "drawn", config, "seed=null", "epochs=2", "resume_from_checkpoint=True")
+    again = finished(tmp_path / "again", config, f"seed={OmegaConf.load(run.folder / 'config.yaml').seed}", "epochs=2")
+    assert again.column("loss") == resumed.column("loss")
 
 
 def test_profiler_writes_a_trace(tmp_path, tiny):
