@@ -1,4 +1,4 @@
-"""How far a run or an evaluation is: a bar in a terminal, and at most a line per half minute in a log file or a pipe."""
+"""How far a run is, or whatever has items: a bar in a terminal, and at most a line per half minute in a log file or a pipe."""
 
 from __future__ import annotations
 
@@ -150,38 +150,6 @@ class RunProgress(Progress):
         if self._pending_line is not None and self._bar is None:
             self.log(self._pending_line)
         self._pending_line = None
-
-
-class EvaluationProgress(Progress):
-    """The requests of an evaluation, over all of its models and tasks.
-
-    Args:
-        estimates: about how many requests each task will have; corrected when it starts.
-        is_shown: whether this process shows it.
-    """
-
-    def __init__(self, estimates: list[int], *, is_shown: bool) -> None:
-        super().__init__(sum(estimates), is_shown=is_shown)
-        self._estimates, self._estimate = list(estimates), 0
-
-    def start_task(self, title: str) -> None:
-        """The next task; ``title`` names it and its model."""
-        self.set_title(title)
-        self._estimate = self._estimates.pop(0) if self._estimates else 0
-
-    def expect(self, number: int) -> None:
-        """The task has this number of requests; in several calls where it has several kinds of them."""
-        # The estimate is of all kinds of requests together, so that only the first call takes it back.
-        self._total += number - self._estimate
-        self._estimate = 0
-        if self._bar is not None:
-            self._bar.total = self._total
-            self._bar.refresh()
-
-    def advance(self, number: int, *, is_free: bool = False) -> None:
-        super().advance(number, is_free=is_free)
-        if self.is_line_due():
-            self.log(f"{self._title}: {self._done / self._total:.0%} of all requests, {self.time_left()} left")
 
 
 def track(items: Iterable[Item], *, title: str, total: int, unit: str, is_shown: bool = True) -> Iterator[Item]:

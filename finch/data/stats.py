@@ -234,6 +234,17 @@ def describe_unused(samples: Samples) -> str | None:
     return ", ".join(f"{name} ({number:,}{' rows' if not index else ''})" for index, (name, number) in enumerate(found))
 
 
+def describe_trained(validation: Samples, trained: Samples) -> str | None:
+    """How many validation rows are training rows too, and what helps; None: none is known to be."""
+    if validation.content is None or trained.content is None:
+        return None
+    read = validation.content[validation.content != 0]
+    if not (known := int(torch.isin(read, trained.content).sum())):
+        return None
+    remedy = "dataset.split_by=content keeps such rows of a file together; or remove them"
+    return f"{known:,} of {len(read):,} validation rows are training rows too; {remedy}"
+
+
 def row_with_most_answers(samples: Samples) -> int:
     """The index of the row with most answers, of those in the first file or data set of rows."""
     data = samples.parts[0][0]

@@ -20,7 +20,7 @@ from finch.data.order import GlobalOrder
 from finch.data.prompts import context_limit
 from finch.data.replay import Replay, WithReplay
 from finch.data.row_files import file_errors, validation_sets
-from finch.data.stats import Fit, name_rows, validate_dataset
+from finch.data.stats import Fit, describe_trained, name_rows, validate_dataset
 from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel
 
@@ -74,7 +74,11 @@ class TrainingData:
         if not is_read and (warning := fit("dataset", None)):
             logger.warning(warning)
         read = self.validations.values() if cfg.check_dataset else ()
-        self.validation_digest = sum(validate_dataset(each, max_seq_len, parallel, fit).digest for each in read)
+        self.validation_digest = 0
+        for each in read:
+            self.validation_digest += validate_dataset(each, max_seq_len, parallel, fit).digest
+            if known := describe_trained(each, self.samples):
+                logger.warning(f"{each.key}: {known}")
         if not self.samples.packed:  # packs are full
             self.order = replace(self.order, lengths=self.samples.lengths)
         watchdog.heartbeat()

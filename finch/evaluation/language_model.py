@@ -28,7 +28,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from finch.base.errors import UserError
 from finch.base.files import read_bytes, replace_text
 from finch.base.log import logger
-from finch.base.progress import EvaluationProgress
+from finch.evaluation.progress import EvaluationProgress
 from finch.distributed.parallel import Parallel
 from finch.evaluation.loading import hash_values
 

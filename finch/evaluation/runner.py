@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 import finch
 from finch.base.errors import UserError
 from finch.base.log import logger
-from finch.base.progress import EvaluationProgress
+from finch.evaluation.progress import EvaluationProgress
 from finch.distributed.parallel import Parallel
 from finch.evaluation.harness import Harness
 from finch.evaluation.judge import answers_definition

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from finch.base import progress
-from finch.base.progress import EvaluationProgress, RunProgress, track
+from finch.base.progress import RunProgress, track
 
 
 class Clock:
@@ -128,23 +128,3 @@ def test_track_in_a_terminal(monkeypatch):
     terminal = open_terminal(monkeypatch)
     assert list(track("abc", title="validation", total=3, unit="batch")) == ["a", "b", "c"]
     assert "validation 0/3" in terminal.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("totals", "tasks", "free", "advanced", "seconds", "line"),
-    [
-        ([100, 300], [[100]], 0, 50, 31.0, "12% of all requests, 0:03:37 left"),  # 350 of 50 in 31 s
-        ([200], [[200]], 100, 20, 40.0, "60% of all requests, 0:02:40 left"),  # cached answers do not shorten it
-        ([100, 100], [[30, 70], [300]], 0, 200, 50.0, "50% of all requests, 0:00:50 left"),  # a corrected estimate
-    ],
-)
-def test_evaluation_line_has_the_time_left_of_all_tasks(clock, caplog, totals, tasks, free, advanced, seconds, line):
-    progress = EvaluationProgress(totals, is_shown=True)
-    for numbers in tasks:
-        progress.start_task("base: tofu")
-        for number in numbers:
-            progress.expect(number)
-    progress.advance(free, is_free=True)
-    clock.now = seconds
-    progress.advance(advanced, is_free=False)
-    assert f"base: tofu: {line}" in caplog.text

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from benchmarks.tiny_text import WORDS
 from finch.base.errors import UserError
-from finch.base.progress import EvaluationProgress
+from finch.evaluation.progress import EvaluationProgress
 from finch.distributed.parallel import Parallel
 from finch.evaluation.language_model import (
     AnswerCache,

@@ -239,6 +239,7 @@ def test_a_run_keeps_the_rows_that_it_is_validated_on(tiny, tmp_path):
     config = tiny(epochs=1, max_steps_per_epoch=1)
     config["dataset_validation"] = {**config["dataset"], "split": "train[:7]"}
     run = finished(tmp_path / "a", config)
+    assert "dataset_validation: 7 of 7 validation rows are training rows too; dataset.split_by=content" in run.output
     resumed = {"output_dir": str(run.folder)}, "epochs=2", "resume_from_checkpoint=True"
     other = {**config, **resumed[0], "dataset_validation": {**config["dataset"], "split": "train[:8]"}}
     assert (

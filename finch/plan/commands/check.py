@@ -29,6 +29,7 @@ from finch.config.resolved import format_value
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from finch.data.dataset import Samples
     from finch.data.mixture import Mixture
     from finch.data.stats import DatasetStats
 
@@ -102,7 +103,7 @@ class Report:
         self.num_problems = 0
         self._title = ""
         self._mixture: Mixture | None = None
-        self._trained: Any = ()
+        self._trained: Samples | None = None
         self._refuse_replayed: Callable[[str, Any], None] = lambda key, rows: None
         self._fit: Callable[[Any, str, Any], str | None] = lambda tokenizer, key, stats: None
 
@@ -198,10 +199,8 @@ class Report:
         if key == "dataset":
             self._mixture = mix(cfg, samples, cfg.seed or 0)
         stats = statistics.collect_stats(samples, 0, 1, limit)
-        assert samples.content is not None
-        content = samples.content[list(samples.rows)].tolist()
         if key == "dataset":
-            self._trained = frozenset(content) - {0}  # of rows that cannot be used
+            self._trained = samples
         node: Any = cfg[key]
         packs = f" in {len(samples):,} packs" if samples.packed else ""
         kind = f"format {node['format']}, " if isinstance(node, Mapping) and node.get("format") else ""
@@ -211,10 +210,8 @@ class Report:
                 f"tokens a row: {stats.min_length} to {stats.max_length}, median {stats.median_length}; "
                 f"{sum(stats.lengths):,} tokens, {_share(stats.num_targets, sum(stats.lengths))} targets"
             )
-        if key != "dataset" and (known := sum(each in self._trained for each in content)):
-            is_part = isinstance(node, Mapping) and node.get("part") == "validation"
-            remedy = "dataset.split_by=content keeps such rows together" if is_part else f"remove them from {key}"
-            self._print(f"{known:,} of {len(content):,} validation rows are training rows too; {remedy}")
+        if key != "dataset" and self._trained and (known := statistics.describe_trained(samples, self._trained)):
+            self._print(known)
         if stats.num_truncated:
             rows = name_rows(stats.truncated, stats.num_truncated)
             self._print(f"{stats.num_truncated:,} reach max_seq_len={limit} and are truncated there ({rows})")
