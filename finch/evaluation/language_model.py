@@ -28,9 +28,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from finch.base.errors import UserError
 from finch.base.files import read_bytes, replace_text
 from finch.base.log import logger
-from finch.evaluation.progress import EvaluationProgress
 from finch.distributed.parallel import Parallel
 from finch.evaluation.loading import hash_values
+from finch.evaluation.progress import EvaluationProgress
 
 _TOKENS_PER_REQUEST = 5
 """Generated tokens that take about as long as a log-likelihood; measured on a CPU, estimated for a GPU."""

@@ -20,12 +20,12 @@ from filelock import FileLock, Timeout
 import finch
 from finch.base.errors import UserError
 from finch.base.log import logger
-from finch.evaluation.progress import EvaluationProgress
 from finch.distributed.parallel import Parallel
 from finch.evaluation.harness import Harness
 from finch.evaluation.judge import answers_definition
 from finch.evaluation.loading import SHORT, hash_prompts, hash_values, hash_weights, load_model
 from finch.evaluation.model_folders import ModelFolder, training_questions
+from finch.evaluation.progress import EvaluationProgress
 from finch.evaluation.results import SuiteResult, TaskResult, read_result, write_result
 from finch.evaluation.tasks.task import Task, scored
 

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from benchmarks.tiny_text import WORDS
 from finch.base.errors import UserError
-from finch.evaluation.progress import EvaluationProgress
 from finch.distributed.parallel import Parallel
 from finch.evaluation.language_model import (
     AnswerCache,
@@ -23,6 +22,7 @@ from finch.evaluation.language_model import (
     logits_to_keep,
 )
 from finch.evaluation.loading import on_prompt_day
+from finch.evaluation.progress import EvaluationProgress
 
 
 @pytest.fixture
