@@ -30,8 +30,12 @@ def open_checkpoint(block: Mapping[str, Any]) -> PretrainedFolder:
     A Hugging Face folder is written for the tuned weights wherever config.json is known: in checkpoint_dir or, as for
     ``original/`` in Meta's repositories, in its parent. Otherwise the tuned weights are written in the format they were read.
 
-    Raises UserError if the component is another one, or a folder or file is missing.
+    Raises UserError if the component is another one, a folder or file is missing, and for torchtune's files of a run that is resumed: none is read.
     """
+    for key in ("recipe_checkpoint", "adapter_checkpoint"):
+        if block.get(key) is not None:
+            remedy = "a run of finch goes on by resume_from_checkpoint=True; of an adapter give the merged model as checkpoint_dir"
+            raise UserError(f"checkpointer.{key}={block[key]} would not be read; leave it out: {remedy}")
     path = str(block["_component_"])
     component = locate(path, "checkpointer")
     for checkpointer, folder in _FORMATS.items():

@@ -72,6 +72,12 @@ def test_meta_weights_equal_torchtunes(base_folder, meta, tmp_path):
     assert_equal(weights, dict(HuggingFaceFolder(str(base_folder)).weights()))
 
 
+@pytest.mark.parametrize("key", ["recipe_checkpoint", "adapter_checkpoint"])
+def test_torchtunes_files_of_a_run_are_refused(meta, key):
+    with pytest.raises(UserError, match=rf"checkpointer\.{key}=adapter_0\.pt would not be read; leave it out"):
+        open_checkpoint(block(meta / "original", **{key: "adapter_0.pt"}))
+
+
 @pytest.mark.parametrize("is_same_folder", [False, True])
 def test_meta_with_config_json_writes_hugging_face(base_folder, meta, tmp_path, is_same_folder):
     home = meta / "original" if is_same_folder else meta
