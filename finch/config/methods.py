@@ -7,8 +7,8 @@ A method overrides the config file, and the rest of the command line overrides t
 
     file  <  method  <  key=value
 
-A block of the file that has the method's component already keeps its settings. A single key adds no penalty and no replay to a method
-without it. The key ``method`` itself is not kept: a run's config.yaml holds the blocks.
+A block of the file that has the method's component already keeps its settings, but for those of self_replay that preserve names. A single key
+adds no penalty and no replay to a method without it. The key ``method`` itself is not kept: a run's config.yaml holds the blocks.
 
 `finch list methods` works at once and without the torchtune extra: omegaconf is imported only where a method is applied.
 """
@@ -235,7 +235,7 @@ def apply_method(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, lis
     for one in ("sft", *names):
         for key, block in METHODS[one].blocks.items():
             if key != "model":  # LoRA's: resolved later, since the command line may name the builder
-                blocks[key] = _keep_settings(block, file_blocks.get(key))
+                blocks[key] = _keep_settings(block, file_blocks.get(key), from_file=from_file)
     _refuse_switched_on(blocks, remaining, names)
     dropped = [key for key, block in SFT.items() if block is None and file_blocks.get(key) and blocks[key] is None]
     if dropped and from_file:  # one text that says both
@@ -294,13 +294,15 @@ def log_method(names: list[str], cfg: DictConfig) -> None:
         )
 
 
-def _keep_settings(block: Any, file_block: Any) -> Any:
-    """The method's block, with the settings of the file's where both have the same component or are plain cross-entropy."""
+def _keep_settings(block: Any, file_block: Any, *, from_file: bool) -> Any:
+    """The method's block, with the settings of the file's where both have the same component or are plain cross-entropy. Those of self_replay
+    that the method names are its own, unless the file names the method as well."""
     if not isinstance(block, dict):  # null, or a word
         return block
     component, file_component = component_of(block), component_of(file_block)
     if component is None:  # self_replay's
-        return {**block, **(file_block if isinstance(file_block, dict) else {})}
+        kept = file_block if isinstance(file_block, dict) else {}
+        return {**block, **kept} if from_file else {**kept, **block}
     # By their names, which need no import: the checks refuse what only has the name.
     is_plain = all(str(path).rpartition(".")[2] in _PLAIN_CROSS_ENTROPY for path in (component, file_component))
     if not (file_component == component or is_plain):

@@ -118,6 +118,11 @@ def test_method_keeps_settings_of_the_same_component():
     assert merged("method=talr", loss=own)["loss"] == own
     assert merged("method=stm", loss=own)["loss"] == objective("STM")
     assert merged("method=preserve", average="auto")["average"] == "auto"  # as its own run's config has it
+    replay = {"rows": 8, "max_new_tokens": 9}
+    assert merged("method=preserve", self_replay=replay)["self_replay"] == {
+        "rows": 1024, "share": 1.0, "strength": 1.0, "max_new_tokens": 9,
+    }  # fmt: skip
+    assert merged(method="preserve", self_replay=replay)["self_replay"] == {"share": 1.0, "strength": 1.0, **replay}
     for loss in ("torch.nn.CrossEntropyLoss", {"_component_": "torch.nn.CrossEntropyLoss"}):
         assert merged("method=sft", loss=loss)["loss"] == {"_component_": "torch.nn.CrossEntropyLoss"}
 
