@@ -45,6 +45,7 @@ from finch.study.sweep.job import Job, check_method, different_key, row_hashes, 
 
 SWEEP_SCRIPT = "sweep.sbatch"
 _EVALUATION = "evaluation"  # among the names of cells, which have a = or a method's
+_AUTO_CAP, _NO_AVERAGE = "lr_scheduler.eta_max=auto", "average=null"
 USAGE = "finch sweep GRID [--jobs N] [--dry-run] [--slurm [option of sbatch ...]] [key=value ...]"
 
 
@@ -249,10 +250,15 @@ def compose(
                     jobs[cell.folder] = replace(jobs[cell.dependencies[0]], cell=cell)
             except UserError as error:
                 raise UserError(f"cell {cell.name}: {error}") from error
-    if names := [job.cell.name for job in jobs.values() if job.cell.adapted]:
+    if names := [job.cell.name for job in jobs.values() if _AUTO_CAP in job.cell.adapted]:
         logger.warning(
             f"{len(names)} of {len(jobs)} cells have a rate above the config's eta_max, such as {names[0]}: they train with "
             "lr_scheduler.eta_max=auto, 2.5 x optimizer.lr; a grid that names eta_max keeps its own"
+        )
+    if names := [job.cell.name for job in jobs.values() if _NO_AVERAGE in job.cell.adapted and job.cell.kind == RUN]:
+        logger.warning(
+            f"{len(names)} of {len(jobs)} cells are compared before their average, such as {names[0]}: they train with {_NO_AVERAGE}; "
+            "method: wise_ft+METHOD adds the average as a cell of its own"
         )
     names = [job.cell.name for job in jobs.values() if not job.has_validation]
     if names:
@@ -282,9 +288,12 @@ def _compose(grid: Grid, cell: Cell, launcher: Sequence[str], is_here: bool, num
     is_named = any(word.startswith("lr_scheduler.eta_max=") for word in words)
     has_rate = any(word.startswith("optimizer.lr=") for word in words)
     has_log = cell.source is None or (cell.source / run_files.METRICS).exists()  # lr_replay's
-    if has_rate and not is_named and has_log and check_schedule(cfg):
-        # Else the cell would train at the constant rate of its cap, as one of another method.
-        cell = replace(cell, adapted=("lr_scheduler.eta_max=auto",))
+    # Else the cell would train at the constant rate of its cap, as one of another method.
+    adapted = [_AUTO_CAP] if has_rate and not is_named and has_log and check_schedule(cfg) else []
+    # The evaluation and the report have the run's own model: an average would be made, and compared nowhere.
+    adapted += [_NO_AVERAGE] if cfg.average is not None else []
+    if adapted:
+        cell = replace(cell, adapted=tuple(adapted))
         recipe, cfg = read_job(grid.config, run_words(grid, cell)[1:], is_here=is_here)
     if grid.recipe is not None and recipe != grid.recipe:
         raise UserError(f"recipe={grid.recipe} does not train its model, {recipe} does; leave recipe out of the grid")

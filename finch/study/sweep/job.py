@@ -277,8 +277,8 @@ def different_key(run: Path, cfg: DictConfig) -> tuple[str, Any, Any] | None:
     config = OmegaConf.to_container(redacted(cfg), resolve=True)
     assert isinstance(saved, dict)
     assert isinstance(config, dict)
-    # Of a checkpointer the folder is compared below.
-    left_out = affecting("place") | {"checkpointer"}
+    # Of a checkpointer the folder is compared below. Cells of earlier versions were averaged, after all that counts here.
+    left_out = affecting("place") | {"checkpointer", "average"}
     for key in sorted(saved.keys() & config.keys() - left_out, key=str):
         if saved[key] != config[key]:
             return str(key), saved[key], config[key]

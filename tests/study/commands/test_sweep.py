@@ -149,6 +149,19 @@ def test_eta_max_follows_a_rate_of_all_cells(grid, capsys):
     assert (code, "lr_scheduler.eta_max=auto" in printed) == (0, True), error
 
 
+def test_cells_are_compared_before_their_average(grid, capsys, caplog):
+    """It would be made at each run's end, and neither evaluated nor reported."""
+    for method, is_averaged in (("preserve", True), ("sft", False)):
+        methods = [method, f"wise_ft+{method}", "dft"]
+        caplog.clear()
+        code, printed, error = finch(capsys, "sweep", grid({"method": methods}), "--dry-run")
+        assert code == 0, error
+        [command] = [line for line in printed.splitlines() if "method=" in line]  # the first cell's
+        assert (f"method={method}" in command, "average=null" in command) == (True, is_averaged)
+        text = "1 of 3 cells are compared before their average, such as preserve: they train with average=null"
+        assert (text in caplog.text) == is_averaged
+
+
 def test_rows_that_have_changed_since_a_run_are_refused(grid, tmp_path, rows_file, capsys):
     rows = shutil.copy(rows_file, tmp_path / "rows.jsonl")
     file = grid({"method": ["sft"]}, overrides={"dataset.data_files": str(rows)})
