@@ -120,7 +120,6 @@ def test_core_names_rooms_in_these_places_alone() -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_room.fullmatch(node.value)
     }
     assert named == {
-        ("finch.config.foreign", "finch.data.sciknoweval.sciknoweval_solutions_dataset"),
         ("finch.probes.run_hooks", "finch.evaluation.average.Average"),
     }
 

@@ -23,11 +23,10 @@ from finch.base.errors import UsageError, UserError, report_user_errors
 from finch.base.files import exists
 from finch.base.log import logger
 from finch.config import methods
-from finch.config.foreign import ROWS
 from finch.config.instantiate import component_of, find_config, find_users_components, first_line, load_config, locate
 from finch.config.key_search import recipe_help
 from finch.config.resolved import format_override
-from finch.config.schema import RECIPES, FullFinetuneKeys, Keys, keys
+from finch.config.schema import RECIPES, ROWS, FullFinetuneKeys, Keys, keys
 from finch.config.validation import PATHS, check, components, referred_keys
 
 SHORT_LIMIT = re.compile("^(max_seq_len|max_length)=")

@@ -68,6 +68,7 @@ PositiveInt = Annotated[int, Field(ge=1), AfterValidator(_refuse_huge)]
 PositiveNumber = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NAME = "^[A-Za-z0-9_-]+$"
+ROWS = "finch.data.rows.rows_dataset"
 Name = Annotated[str, Field(pattern=NAME)]
 """Part of a metric's name and of a file's."""
 
@@ -503,7 +504,7 @@ class KL(Arguments):
 class Dataset(Arguments):
     """Each of finch's datasets has some of them; the defaults are rows_dataset's."""
 
-    component, key = "finch.data.rows.rows_dataset", "dataset"
+    component, key = ROWS, "dataset"
 
     @classmethod
     def paths(cls) -> str:

@@ -24,9 +24,9 @@ from finch.base.dtensor import local_block, to_local
 from finch.base.errors import UserError
 from finch.base.log import logger
 from finch.config import schema
-from finch.config.foreign import ROWS, offline, read_config_of
 from finch.config.instantiate import build
 from finch.config.resolved import map_values
+from finch.config.schema import ROWS
 from finch.config.validation import check
 from finch.data.row_files import file_errors
 from finch.data.stats import collect_stats
@@ -35,6 +35,7 @@ from finch.distributed import parallel as distributed
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import precision_of
 from finch.evaluation.choice import Choice
+from finch.evaluation.foreign import offline, read_config_of
 from finch.evaluation.model_folders import relative_to
 from finch.evaluation.wise_ft import blend, wise_ft
 from finch.models.lora import without_lora
@@ -352,7 +353,7 @@ def tuned_folder(run: Path) -> Path:
 def read_config(run: Path, base: Path | None, unused: Collection[str] = UNUSED, *, trust: bool = False) -> DictConfig:
     """RUN/config.yaml for one process; ``base``: where the pretrained folder is now; ``unused``: keys that are left out.
 
-    Raises UserError as :func:`finch.config.foreign.read_config_of`, which has ``trust``.
+    Raises UserError as :func:`finch.evaluation.foreign.read_config_of`, which has ``trust``.
     """
     blocks = read_config_of(run, unused, trust=trust)
     if base is not None:

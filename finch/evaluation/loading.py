@@ -20,10 +20,10 @@ from torch import distributed, nn
 
 from finch.base.errors import UserError
 from finch.base.log import logger
-from finch.config.foreign import offline
 from finch.config.instantiate import first_line
 from finch.distributed.parallel import Parallel, launched_rank, launched_ranks, local_device
 from finch.distributed.processes import die_with_parent
+from finch.evaluation.foreign import offline
 from finch.evaluation.model_folders import ModelFolder, weight_files
 from finch.models.chat_template import read_chat_template, try_template
 from finch.models.hf_config import CONFIG, read_config

@@ -158,9 +158,9 @@ def training_questions(run: Path, *, trust: bool = False) -> frozenset[str] | No
     :func:`finch.evaluation.average.average`."""
     from omegaconf import DictConfig, ListConfig, OmegaConf
 
-    from finch.config.foreign import offline, read_config_of
     from finch.config.schema import LoraFinetuneKeys
     from finch.data.dataset import load_unpacked
+    from finch.evaluation.foreign import offline, read_config_of
 
     file = run / run_files.CONFIG
     if not file.is_file():

@@ -43,7 +43,7 @@ class Options:
         limit: documents per task; None: all.
         dtype: a key of ``finch.evaluation.loading.DTYPES``.
         batch_size: rows, or ``auto``.
-        trust: the tuned runs are the user's own, see :func:`finch.config.foreign.read_config_of`.
+        trust: the tuned runs are the user's own, see :func:`finch.evaluation.foreign.read_config_of`.
     """
 
     out: Path

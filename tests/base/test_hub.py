@@ -13,9 +13,9 @@ from huggingface_hub import constants, file_download
 
 from finch.base import hub
 from finch.base.errors import Unavailable, UserError
-from finch.config.foreign import offline, read_config_of
 from finch.config.parser import read
 from finch.config.schema import FullFinetuneKeys
+from finch.evaluation.foreign import offline, read_config_of
 
 MODEL = {
     "config.json": b"{}",

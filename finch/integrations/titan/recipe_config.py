@@ -149,7 +149,7 @@ def _tokenizer(config: Any) -> dict[str, Any]:
 def _rows(loader: BaseDataLoader.Config) -> dict[str, Any] | None:
     if not isinstance(loader, RowsDataLoader.Config):
         return None
-    from finch.config.foreign import ROWS
+    from finch.config.schema import ROWS
     from finch.data.rows import files_and_source
 
     given = _changed(loader, ROWS_KEYS)

@@ -21,7 +21,7 @@ from finch.cli.early_checks import device_of
 from finch.config.instantiate import build, component_of
 from finch.config.methods import METHODS
 from finch.config.parser import SHORT_LIMIT, merge
-from finch.config.schema import SelfReplay
+from finch.config.schema import ROWS, SelfReplay
 from finch.data.row_files import local_files, source_of
 from finch.models.families import model_block
 from finch.models.hf_config import check_folder
@@ -68,7 +68,6 @@ _BATCH_KEYS = (
     "enable_activation_checkpointing",
     "fsdp_reshard_after_forward",
 )
-_ROWS = "finch.data.rows.rows_dataset"
 _OF_ROWS = ("data_files", "source", "name", "split")
 """Which rows a data set has."""
 _OF_SPLIT = ("validation_fraction", "test_fraction", "split_seed", "split_by")
@@ -340,7 +339,7 @@ def _fitting_batch(blocks: Blocks, overrides: list[str], rows: int, ranks: int, 
 def _long_row(cfg: DictConfig) -> tuple[int, int]:
     """Tokens and target tokens of a long row: nine of ten of the first ones are no longer. Of rows that are not in local files half the longest."""
     limit = cfg.tokenizer.get("max_seq_len") or MAX_TOKENS
-    if component_of(cfg.dataset) != _ROWS or cfg.get("data_files") is None:
+    if component_of(cfg.dataset) != ROWS or cfg.get("data_files") is None:
         return limit // 2, limit // 4
     rows = build(cfg.dataset, "dataset", build(cfg.tokenizer, "tokenizer"))
     from finch.objectives import IGNORE_INDEX
@@ -356,7 +355,7 @@ def _data(given: DictConfig, overrides: list[str], *, reads_rows: bool) -> tuple
     """The blocks dataset and dataset_validation; how many rows are left to train on (None: unknown), and the bytes of all; a line about them."""
     source = _source_of(given)
     named = "${source}" if given.get("source") else None
-    block: Blocks = {"_component_": _ROWS}
+    block: Blocks = {"_component_": ROWS}
     num_rows, size = None, 0
     its: Blocks = given.get("dataset") or {}
     if given.get("data_files") is None and source is not None:

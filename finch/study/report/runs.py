@@ -16,9 +16,9 @@ from pydantic import Field
 from finch.base import run_files, status
 from finch.base.errors import UserError
 from finch.base.files import read_bytes
-from finch.config.foreign import read_data
 from finch.config.instantiate import component_of
 from finch.config.methods import METHODS
+from finch.evaluation.foreign import read_data
 from finch.evaluation.results import SuiteResult, read_as, read_results
 from finch.study.sweep.grid import LABEL, LOG, LR, METHOD, SEED
 

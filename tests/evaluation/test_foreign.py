@@ -8,8 +8,8 @@ import yaml
 from helpers.runs import MINIMAL
 
 from finch.base.errors import UserError
-from finch.config.foreign import _lists, offline, read_config_of, read_data
 from finch.config.instantiate import config_names, locate
+from finch.evaluation.foreign import _lists, offline, read_config_of, read_data
 from finch.evaluation.model_folders import training_questions
 
 ROWS = {"_component_": "finch.data.rows.rows_dataset", "data_files": "a.jsonl"}

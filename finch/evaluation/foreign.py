@@ -20,10 +20,10 @@ from finch.base import run_files
 from finch.base.errors import UserError
 from finch.config.instantiate import find_users_components, first_line, load_config, replace_references
 from finch.config.resolved import format_value
-from finch.config.schema import LoraFinetuneKeys
+from finch.config.schema import ROWS, LoraFinetuneKeys
 
 _KEYS = {field.alias or name for name, field in LoraFinetuneKeys.model_fields.items()}
-ROWS, _SOLUTIONS = "finch.data.rows.rows_dataset", "finch.data.sciknoweval.sciknoweval_solutions_dataset"
+_SOLUTIONS = "finch.data.sciknoweval.sciknoweval_solutions_dataset"
 _KINDS = ("json", "csv", "parquet", "arrow", "text")
 
 
