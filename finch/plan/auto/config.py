@@ -425,7 +425,7 @@ def _size_of(files: Iterable[Path], rows: RowFormat) -> int:
 def _references(keys: Iterable[str]) -> Blocks:
     """A block of rows that are read as the training rows are."""
     left_out = ("_component_", "part")
-    return {"_component_": _ROWS, **{key: f"${{dataset.{key}}}" for key in keys if key not in left_out}}
+    return {"_component_": ROWS, **{key: f"${{dataset.{key}}}" for key in keys if key not in left_out}}
 
 
 def _validates_others(given: DictConfig) -> bool:
