@@ -143,11 +143,17 @@ class Samples(Dataset[Any]):
 
 
 def _row_by_row(sample: dict[str, Any]) -> dict[str, Any]:
-    """The sample; in a pack, the first token of each row is no target, since the token before it is another row's."""
+    """The sample; in a pack each row has positions of its own, and its first token is no target, since the token before it is another row's."""
     if "seq_lens" not in sample:
         return sample
     starts = torch.as_tensor(sample["seq_lens"]).cumsum(0)[:-1]
-    return {**sample, "labels": torch.as_tensor(sample["labels"]).index_fill(0, starts, IGNORE_INDEX)}
+    sample = {**sample, "labels": torch.as_tensor(sample["labels"]).index_fill(0, starts, IGNORE_INDEX)}
+    if "input_pos" in sample:
+        # torchtune's go on from the pack in which a split row began, modulo max_seq_len: they would wrap within the row.
+        *others, last = row_lengths(sample)
+        last = len(sample["labels"]) - sum(others)  # with the padding, whose positions go on
+        sample["input_pos"] = torch.cat([torch.arange(number) for number in (*others, last)])
+    return sample
 
 
 def row_lengths(sample: Mapping[str, Any]) -> list[int]:

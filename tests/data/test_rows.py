@@ -13,6 +13,7 @@ from helpers.tokenizers import write_qwen3_tokenizer
 from torchtune.datasets import chat_dataset, instruct_dataset, text_completion_dataset
 
 from finch.base.errors import UserError
+from finch.data.dataset import row_lengths
 from finch.data.formats import detect
 from finch.data.rows import load_from_hub, rows_dataset
 from finch.data.stats import collect_stats
@@ -197,8 +198,11 @@ def test_long_text_is_truncated_or_split_across_packs(load, tokenizer):
     tokens = tokenizer.encode(text)
     assert len(tokens) > 2 * tokenizer.max_seq_len
     assert load({"text": text})[0]["tokens"] == tokens[: tokenizer.max_seq_len]
-    packs = rows_of(load({"text": text}, {"text": "a"}, packed=True))
-    assert targets_of(*packs) == tokens + tokenizer.encode("a")[1:]
+    packs = rows_of(load({"text": "a"}, {"text": text}, {"text": "a"}, packed=True))
+    assert targets_of(*packs) == tokenizer.encode("a") + tokens[1:] + tokenizer.encode("a")[1:]
+    for pack in packs:  # each part's are those that it has alone: torchtune's wrap within a part
+        positions = [place for length in row_lengths(pack) for place in range(length)]
+        assert pack["input_pos"].tolist()[: len(positions)] == positions
 
 
 @pytest.mark.parametrize(
