@@ -57,7 +57,7 @@ class Rows(Dataset[Any]):
         settings: Sequence[Any],
     ) -> None:
         self._data, self._transforms, self._many = table, transforms, many
-        self._tokenizer, self._settings = tokenizer, settings
+        self.tokenizer, self._settings = tokenizer, settings
         self.row_format = row_format
         self.tokenized: TokenizedRows | None = None
 
@@ -78,7 +78,7 @@ class Rows(Dataset[Any]):
         if self._many is None or self.tokenized is not None:
             return
         format = [self.row_format.format, self.row_format.columns, self.row_format.source]
-        content = [*self._data.key, *format, *self._settings, *self._tokenizer.fingerprint]
+        content = [*self._data.key, *format, *self._settings, *self.tokenizer.fingerprint]
         self.tokenized = tokenized_rows(self._batches, len(self), content, title)
 
     def _batches(self, size: int) -> Iterator[list[TokenizedRow]]:
@@ -100,7 +100,7 @@ class Rows(Dataset[Any]):
 
     def _tokenized_row(self, row: Mapping[str, Any], found: Any) -> TokenizedRow:
         is_converted = isinstance(self._transforms[0], functools.partial)  # the converter reads other fields
-        unused = () if is_converted else unused_fields(row, self.row_format, self._tokenizer)
+        unused = () if is_converted else unused_fields(row, self.row_format, self.tokenizer)
         notes = unused, self.has_empty_text(row)
         if isinstance(found, Exception):
             # The error is kept in place of the row, which is named with its number when it is read, on every start.
@@ -134,16 +134,16 @@ class TextToTokens:
     """
 
     def __init__(self, tokenizer: Any, column: str, *, is_truncated: bool = True) -> None:
-        self._tokenizer, self._column = tokenizer, column
+        self.tokenizer, self._column = tokenizer, column
         self._limit = tokenizer.max_seq_len if is_truncated else None
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        tokens = self._tokenizer.encode(self._text(row), add_bos=True, add_eos=True)[: self._limit]
+        tokens = self.tokenizer.encode(self._text(row), add_bos=True, add_eos=True)[: self._limit]
         return {"tokens": tokens, "labels": tokens.copy()}
 
     def many(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], list[bool]]]:
         """Ids and mask of each row."""
-        found = self._tokenizer.encode_many([self._text(row) for row in rows])
+        found = self.tokenizer.encode_many([self._text(row) for row in rows])
         return [(ids[: self._limit], [False] * len(ids[: self._limit])) for ids in found]
 
     def _text(self, row: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torchtune.datasets import PackedDataset, TextCompletionDataset
 from finch.base.errors import UserError
 from finch.base.log import logger
 from finch.data.dataset import Row, Samples, row_lengths
+from finch.data.prompts import stop_tokens
 from finch.data.rows import Rows
 from finch.distributed.parallel import Parallel
 from finch.objectives import IGNORE_INDEX
@@ -26,11 +27,23 @@ MAX_REASONS = 10
 _CONTENT = ("tokens", "labels", "input_pos")
 
 
-class BadRows(NamedTuple):
-    """Rows that cannot be used for one reason: how many, and the first of them."""
+@dataclass
+class RowCount:
+    """How many rows something holds for, and the first three of them."""
 
-    number: int
-    first: list[Row]
+    number: int = 0
+    first: list[Row] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        self.number += 1
+        if len(self.first) < NUM_SHOWN:
+            self.first.append(row)
+
+    def __add__(self, other: RowCount) -> RowCount:
+        return RowCount(self.number + other.number, sorted(self.first + other.first, key=_by_number)[:NUM_SHOWN])
+
+    def __str__(self) -> str:
+        return name_rows(self.first, self.number)
 
 
 @dataclass
@@ -39,40 +52,57 @@ class DatasetStats:
 
     Attributes:
         num_targets: target tokens.
-        num_without_targets: samples that have none.
         max_token: the highest number of a token.
-        num_truncated: rows that reach the tokenizer's max_seq_len. One that has just this length counts as well.
         digest: of tokens and labels, and of how often a mixture draws each row, modulo 2^64.
         first_epoch_digest: of the rows that the first epoch draws; all of them without a mixture. More epochs do not change it.
         lengths: of all rows in tokens, sorted. In packs of plain text a row that is split counts once per pack.
-        truncated: the first three truncated rows.
-        without_targets: the first three samples without targets.
+        truncated: rows that reach the tokenizer's max_seq_len. One that has just this length counts as well.
+        without_targets: samples that have none.
+        empty: rows with an empty text, of those in files of rows.
+        doubled: samples that begin with BOS twice, or learn the end of a turn twice in a row: their texts have what is added to them.
         num_bad: rows that cannot be used; they count nowhere else.
         bad: them by reason, of which ten are told apart.
     """
 
     num_targets: int = 0
-    num_without_targets: int = 0
-    num_truncated: int = 0
     max_token: int = 0
     digest: int = 0
     first_epoch_digest: int = 0
     lengths: list[int] = field(default_factory=list)
-    truncated: list[Row] = field(default_factory=list)
-    without_targets: list[Row] = field(default_factory=list)
-    bad: dict[str, BadRows] = field(default_factory=dict)
+    truncated: RowCount = field(default_factory=RowCount)
+    without_targets: RowCount = field(default_factory=RowCount)
+    empty: RowCount = field(default_factory=RowCount)
+    doubled: RowCount = field(default_factory=RowCount)
+    bad: dict[str, RowCount] = field(default_factory=dict)
 
     @property
     def num_bad(self) -> int:
         return sum(each.number for each in self.bad.values())
 
-    def add_bad(self, reason: str, rows: BadRows) -> None:
-        known = self.bad.get(reason)
-        if known is None and len(self.bad) >= MAX_REASONS:
-            reason, known = _OTHER, self.bad.get(_OTHER)
-        if known is not None:
-            rows = BadRows(known.number + rows.number, sorted(known.first + rows.first, key=_by_number)[:NUM_SHOWN])
-        self.bad[reason] = rows
+    def add_bad(self, reason: str, rows: RowCount) -> None:
+        if reason not in self.bad and len(self.bad) >= MAX_REASONS:
+            reason = _OTHER
+        self.bad[reason] = self.bad.get(reason, RowCount()) + rows
+
+    def notes(self, max_seq_len: int | None) -> list[str]:
+        """What is unusual of the rows, a line each; ``max_seq_len``: the tokenizer's."""
+        kinds = {
+            f"reach tokenizer.max_seq_len={max_seq_len} and are truncated there": (
+                self.truncated,
+                "raise it to keep their ends",
+            ),
+            f"have no target token: none of their turns is learned{_too_long(max_seq_len)}": (
+                self.without_targets,
+                "they teach nothing",
+            ),
+            "have an empty text": (self.empty, "the model learns to answer or to write it"),
+            "have BOS or the end of a turn twice in a row": (self.doubled, "write texts without what is added to them"),
+        }
+        return [
+            f"{rows.number:,} of {self.num_rows:,} rows {what} ({rows}); {remedy}"
+            for what, (rows, remedy) in kinds.items()
+            if rows.number
+        ]
 
     def bad_rows(self, key: str) -> list[str]:
         """A line for each reason; ``key``: of the config."""
@@ -81,8 +111,9 @@ class DatasetStats:
             if bad.number == 1:
                 lines.append(f"{key}: {bad.first[0]} cannot be used ({reason}); fix or remove that row")
             else:
-                rows = f"{name_rows(bad.first, bad.number)} of {bad.first[0].source}"
-                lines.append(f"{key}: {bad.number:,} rows cannot be used ({reason}), {rows}; fix or remove them")
+                lines.append(
+                    f"{key}: {bad.number:,} rows cannot be used ({reason}), {bad} of {bad.first[0].source}; fix or remove them"
+                )
         return lines
 
     @property
@@ -108,14 +139,14 @@ class DatasetStats:
     def __add__(self, other: DatasetStats) -> DatasetStats:
         total = DatasetStats(
             num_targets=self.num_targets + other.num_targets,
-            num_without_targets=self.num_without_targets + other.num_without_targets,
-            num_truncated=self.num_truncated + other.num_truncated,
             max_token=max(self.max_token, other.max_token),
             digest=(self.digest + other.digest) % 2**64,
             first_epoch_digest=(self.first_epoch_digest + other.first_epoch_digest) % 2**64,
             lengths=sorted(self.lengths + other.lengths),
-            truncated=sorted(self.truncated + other.truncated)[:NUM_SHOWN],
-            without_targets=sorted(self.without_targets + other.without_targets)[:NUM_SHOWN],
+            truncated=self.truncated + other.truncated,
+            without_targets=self.without_targets + other.without_targets,
+            empty=self.empty + other.empty,
+            doubled=self.doubled + other.doubled,
         )
         for reason, rows in (*self.bad.items(), *other.bad.items()):
             total.add_bad(reason, rows)
@@ -152,22 +183,13 @@ def validate_dataset(
     assert samples.content is not None
     samples.lengths = parallel.all_reduce_sum_(samples.lengths.to(parallel.device)).cpu()  # each row is in one share
     samples.content = parallel.all_reduce_sum_(samples.content.to(parallel.device)).cpu()
-    long = "" if max_seq_len is None else f", or the prompt already reaches tokenizer.max_seq_len={max_seq_len}"
     if stats.num_targets == 0:
         raise UserError(
-            f"{samples.key}: none of the {len(samples.rows)} samples of {samples.source} has a target token: none of its turns is learned{long}; "
-            "correct the rows, or raise it"
+            f"{samples.key}: none of the {len(samples.rows)} samples of {samples.source} has a target token: none of its turns is learned"
+            f"{_too_long(max_seq_len)}; correct the rows, or raise it"
         )
-    if stats.num_without_targets:
-        logger.warning(
-            f"{samples.key}: {stats.num_without_targets} of {len(samples.rows)} samples have no target token: none of their turns is learned{long} "
-            f"({name_rows(stats.without_targets, stats.num_without_targets)}); they teach nothing"
-        )
-    if stats.num_truncated:
-        logger.warning(
-            f"{samples.key}: {stats.num_truncated} of {stats.num_rows} samples reach tokenizer.max_seq_len={max_seq_len} and are truncated "
-            f"there ({name_rows(stats.truncated, stats.num_truncated)}); raise it to keep their ends"
-        )
+    for note in stats.notes(max_seq_len):
+        logger.warning(f"{samples.key}: {note}")
     if fit is not None and (warning := fit(samples.key, stats)):
         logger.warning(warning)
     if unused := describe_unused(samples):
@@ -184,17 +206,20 @@ def collect_stats(samples: Samples, rank: int, ranks: int, max_seq_len: int | No
     stats = DatasetStats()
     for data in _row_parts(samples):
         data.tokenize(samples.key)
+    tokenizers = [data.tokenizer for data in _row_parts(samples)]
+    ends = {end for tokenizer in tokenizers for end in (getattr(tokenizer, "bos_id", None), *stop_tokens(tokenizer))}
     sample_lengths, content = np.zeros(len(samples), np.int32), np.zeros(len(samples), np.int64)
     for index in samples.rows[rank::ranks]:
+        data, local_index, _ = samples.part_of(index)
         try:
             sample = samples.arrays(index)
         except UserError as error:
             # The error of the library, without the sentence about the row that ``Samples`` has put around it.
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-            stats.add_bad(samples.reason(index, cause), BadRows(1, [samples.row(index)]))
+            stats.add_bad(samples.reason(index, cause), RowCount(1, [samples.row(index)]))
             continue
-        targets = int((sample["labels"][1:] != IGNORE_INDEX).sum())  # nothing predicts the first token
-        stats.num_targets += targets
+        is_target = sample["labels"][1:] != IGNORE_INDEX  # nothing predicts the first token
+        stats.num_targets += int(is_target.sum())
         stats.max_token = max(stats.max_token, int(sample["tokens"].max(initial=0)))
         sample_lengths[index] = len(sample["labels"])
         parts = (sample[key].tobytes() for key in _CONTENT if key in sample)
@@ -204,23 +229,26 @@ def collect_stats(samples: Samples, rank: int, ranks: int, max_seq_len: int | No
         row_digest = _digest(index if samples.draws is None else (index, draws), sample)
         stats.digest += row_digest
         stats.first_epoch_digest += row_digest if draws > 0 else 0
-        if targets == 0:
-            stats.num_without_targets += 1
-            if len(stats.without_targets) < NUM_SHOWN:
-                stats.without_targets.append(samples.row(index))
-        limit = _length_limit(samples.part_of(index)[0], max_seq_len)
-        for position, length in enumerate(row_lengths(sample)):
-            stats.lengths.append(length)
+        limit, lengths = _length_limit(data, max_seq_len), row_lengths(sample)
+        stats.lengths += lengths
+        for position, length in enumerate(lengths):
             if limit is not None and length >= limit:
-                stats.num_truncated += 1
-                if len(stats.truncated) < NUM_SHOWN:
-                    stats.truncated.append(samples.row(index, position))
+                stats.truncated.add(samples.row(index, position))
+        tokens = sample["tokens"]
+        twice = (tokens[1:] == tokens[:-1]) & (is_target | (np.arange(len(is_target)) == 0))
+        is_doubled = not ends.isdisjoint(tokens[1:][twice].tolist())
+        is_empty = isinstance(data, Rows) and data.is_empty(local_index)
+        found = (stats.without_targets, not is_target.any()), (stats.empty, is_empty), (stats.doubled, is_doubled)
+        for rows, is_so in found:
+            if is_so:
+                rows.add(samples.row(index))
     samples.lengths, samples.content = torch.from_numpy(sample_lengths), torch.from_numpy(content)
     return stats + DatasetStats()  # sorted, and digests modulo 2^64
 
 
 def _row_parts(samples: Samples) -> list[Rows]:
-    return [data for data, _ in samples.parts if isinstance(data, Rows)]
+    parts = (getattr(data, "ds", data) for data, _ in samples.parts)  # of packs their rows
+    return [data for data in parts if isinstance(data, Rows)]
 
 
 def unused_fields(samples: Samples) -> Counter[str]:
@@ -252,23 +280,8 @@ def row_with_most_answers(samples: Samples) -> int:
     return data.tokenized.most_answers() if is_known else samples.rows[0]
 
 
-def rows_with_doubled_ends(samples: Samples, tokenizer: Any) -> int:
-    """Rows of plain text that begin with BOS or end with EOS already, to which the tokenizer adds another."""
-    is_text = any(data.row_format.format == "text" and data.tokenized for data in _row_parts(samples))
-    bos, eos = getattr(tokenizer, "bos_id", None), getattr(tokenizer, "eos_id", None)
-    if not is_text or samples.packed:
-        return 0
-    tokens = (samples.arrays(index)["tokens"] for index in samples.rows)
-    return sum(
-        bool((each[:2] == [bos, bos]).all() or (each[-2:] == [eos, eos]).all()) for each in tokens if len(each) > 1
-    )
-
-
-def empty_texts(samples: Samples) -> list[Row]:
-    """The rows with an empty text, of those in files of rows."""
-    parts = ((index, *samples.part_of(index)) for index in samples.rows)
-    found = [samples.row(index) for index, data, local, _ in parts if isinstance(data, Rows) and data.is_empty(local)]
-    return sorted(found, key=_by_number)
+def _too_long(max_seq_len: int | None) -> str:
+    return "" if max_seq_len is None else f", or the prompt already reaches tokenizer.max_seq_len={max_seq_len}"
 
 
 def _by_number(row: Row) -> tuple[str, int]:

@@ -56,12 +56,12 @@ def test_stats_equal_the_batches_on_any_number_of_ranks(config, tokenizer):
     complete = batches(samples, tokenizer, GlobalOrder(41, micro_batch=4))
     expected = sum(int((batch["labels"] != -100).sum()) for batch in complete)
     alone = collect_stats(samples, 0, 1)
-    assert (alone.num_targets, alone.num_without_targets, alone.num_truncated) == (expected, 0, 0)
+    assert (alone.num_targets, alone.without_targets.number, alone.truncated.number) == (expected, 0, 0)
     assert alone.max_length == max(len(samples[index]["tokens"]) for index in range(41))
     for ranks in (2, 3):
         assert sum((collect_stats(samples, rank, ranks) for rank in range(ranks)), DatasetStats()) == alone
     reaching = sum(len(samples[index]["tokens"]) >= alone.max_length for index in range(41))
-    assert collect_stats(samples, 0, 1, max_seq_len=alone.max_length).num_truncated == reaching > 0
+    assert collect_stats(samples, 0, 1, max_seq_len=alone.max_length).truncated.number == reaching > 0
 
 
 def test_digest_depends_on_rows_and_their_order(config, tokenizer):

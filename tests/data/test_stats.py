@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from helpers import rows as rows_helper
 from helpers.rows import openai, sharegpt
+from helpers.tokenizers import write_qwen3_tokenizer
 
 from finch.base.errors import UserError
 from finch.data.dataset import Samples
-from finch.data.stats import DatasetStats, collect_stats, name_rows, validate_dataset
+from finch.data.stats import DatasetStats, RowCount, collect_stats, name_rows, validate_dataset
 from finch.distributed.parallel import Parallel
+from finch.models import auto_tokenizer
 
 LONG, SHORT = "the bird and the tree " * 20, "the bird"
 
@@ -28,12 +31,25 @@ def test_truncated_rows_are_numbered(load, tokenizer, format, packed):
     texts = [SHORT, LONG, SHORT, SHORT, LONG, LONG, LONG]
     stats = collect_stats(load(*map(FORMATS[format], texts), packed=packed), 0, 1, tokenizer.max_seq_len)
     if format == "text" and packed:  # split across packs
-        assert (stats.num_truncated, stats.truncated) == (0, [])
+        assert stats.truncated == RowCount()
         return
-    assert (stats.num_rows, stats.num_truncated) == (7, 4)
-    assert name_rows(stats.truncated, stats.num_truncated) == "rows 2, 5, 6, ..."
+    assert (stats.num_rows, stats.truncated.number) == (7, 4)
+    assert str(stats.truncated) == "rows 2, 5, 6, ..."
     assert (stats.min_length, stats.median_length, stats.max_length) == (stats.lengths[0], 64, 64)
     assert stats.lengths[2] < 20
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_ends_that_texts_have_already_are_said_at_a_runs_start(write, tmp_path, caplog, packed):
+    """With the template's own they are learned twice. So are empty texts, which only `finch check` said."""
+    write_qwen3_tokenizer(tmp_path, [LONG])
+    tokenizer = auto_tokenizer(str(tmp_path), max_seq_len=64)
+    rows = [{"question": SHORT, "answer": answer} for answer in (SHORT, f"{SHORT}<|im_end|>", " ", SHORT)]
+    samples = rows_helper.load(tokenizer, write(*rows), packed=packed)
+    validate_dataset(samples, 64, Parallel(torch.device("cpu")))
+    assert "dataset: 1 of 4 rows have BOS or the end of a turn twice in a row (row " in caplog.text
+    empty = "dataset: 1 of 4 rows have an empty text (row 3); the model learns to answer or to write it"
+    assert (empty in caplog.text) != packed
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -48,7 +64,7 @@ def test_rows_lengths_are_kept(load, packed):
 def test_truncated_text_of_torchtunes_dataset_is_counted(load, tokenizer):
     samples = load({"text": SHORT}, {"text": LONG}, _component_="torchtune.datasets.text_completion_dataset")
     stats = collect_stats(samples, 0, 1, tokenizer.max_seq_len)
-    assert (stats.num_truncated, [row.number for row in stats.truncated]) == (1, [2])
+    assert (stats.truncated.number, [row.number for row in stats.truncated.first]) == (1, [2])
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -57,7 +73,7 @@ def test_held_out_rows_keep_their_numbers(load, tokenizer, split_by, packed):
     rows = [{"question": f"{SHORT} {number}", "answer": LONG if number in (3, 8) else SHORT} for number in range(1, 21)]
     options = {"validation_fraction": 0.5, "split_by": split_by, "packed": packed}
     parts = [load(*rows, part=part, **options) for part in ("train", "validation")]
-    found = [row.number for part in parts for row in collect_stats(part, 0, 1, tokenizer.max_seq_len).truncated]
+    found = [row.number for part in parts for row in collect_stats(part, 0, 1, tokenizer.max_seq_len).truncated.first]
     assert sorted(found) == [3, 8]
 
 
@@ -84,9 +100,9 @@ def test_bad_rows_are_listed_with_reasons(load):
 def test_rows_of_several_files_are_named_with_their_file(load, write, tokenizer):
     files = [write(*[FORMATS["question_answer"](LONG)] * 2, name=f"{name}.jsonl") for name in "ab"]
     stats = collect_stats(load(data_files=files), 0, 1, tokenizer.max_seq_len)
-    names = name_rows(stats.truncated, stats.num_truncated)
+    names = str(stats.truncated)
     assert names == f"row 1 of {files[0]}, row 2 of {files[0]}, row 1 of {files[1]}, ..."
-    assert name_rows(stats.truncated[:1], 1) == "row 1"
+    assert name_rows(stats.truncated.first[:1], 1) == "row 1"
 
 
 def test_digest_is_what_earlier_runs_saved():

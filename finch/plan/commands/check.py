@@ -192,7 +192,6 @@ class Report:
         from finch.data import stats as statistics
         from finch.data.dataset import load_dataset
         from finch.data.mixture import mix
-        from finch.data.stats import name_rows
 
         limit = getattr(tokenizer, "max_seq_len", None)
         samples = load_dataset(cfg, key, tokenizer)
@@ -212,26 +211,13 @@ class Report:
             )
         if key != "dataset" and self._trained and (known := statistics.describe_trained(samples, self._trained)):
             self._print(known)
-        if stats.num_truncated:
-            rows = name_rows(stats.truncated, stats.num_truncated)
-            self._print(f"{stats.num_truncated:,} reach max_seq_len={limit} and are truncated there ({rows})")
+        for note in stats.notes(limit):
+            self._print(note)
         with self._as_problem(False):
             if warning := self._fit(tokenizer, key, stats):
                 self._print(f"warning: {warning.removeprefix(f'{key}: ')}")
-        if stats.num_without_targets:
-            rows = name_rows(stats.without_targets, stats.num_without_targets)
-            self._print(f"{stats.num_without_targets:,} samples without target tokens, which teach nothing ({rows})")
-        if empty := statistics.empty_texts(samples):
-            rows = name_rows(empty[: statistics.NUM_SHOWN], len(empty))
-            self._print(
-                f"{len(empty):,} rows with an empty text, which the model learns to answer or to write ({rows})"
-            )
         if unused := statistics.describe_unused(samples):
             self._print(f"fields that training does not use: {unused}")
-        if not stats.bad and (doubled := statistics.rows_with_doubled_ends(samples, tokenizer)):
-            self._print(
-                f"{doubled:,} rows of text begin with BOS or end with EOS already, and get another: write texts without them, or conversations"
-            )
         if not stats.bad:
             self._refuse_replayed(key, samples)
         for problem in stats.bad_rows(key):

@@ -14,7 +14,7 @@ from helpers.tokenizers import write_qwen3_tokenizer
 from benchmarks.tiny_job import instruct_dataset, llama_args
 from finch.base.files import gigabytes
 from finch.data.dataset import Row
-from finch.data.stats import BadRows, DatasetStats
+from finch.data.stats import DatasetStats, RowCount
 from finch.plan.commands.check import HELP
 from finch.weights.files import StoredTensor
 
@@ -176,7 +176,7 @@ def test_check_groups_bad_rows(check, rows_file, tmp_path):
 def test_bad_rows_are_sorted_by_their_numbers():
     stats = DatasetStats()
     for index, number in enumerate((47, 2, 27, 9)):
-        stats.add_bad("null", BadRows(1, [Row(index, number, "rows.jsonl")]))
+        stats.add_bad("null", RowCount(1, [Row(index, number, "rows.jsonl")]))
     assert [row.number for row in stats.bad["null"].first] == [2, 9, 27]
 
 
@@ -187,7 +187,7 @@ def test_check_names_rows_with_empty_texts(check, tmp_path):
     file = tmp_path / "empty.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     _, out = check(dataset={"_component_": "finch.data.rows.rows_dataset", "data_files": str(file)})
-    assert "2 rows with an empty text, which the model learns to answer or to write (rows 4, 10)\n" in out
+    assert "2 of 16 rows have an empty text (rows 4, 10); the model learns to answer or to write it\n" in out
 
 
 def test_check_counts_rows_beyond_the_window(check, base_folder, tmp_path):
