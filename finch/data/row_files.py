@@ -18,7 +18,7 @@ import itertools
 import json
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, AnyStr
@@ -40,12 +40,10 @@ _UNREADABLE = (OSError, EOFError, ValueError, csv.Error)
 SOURCES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 MAX_ROW, MAX_ARRAY = 1 << 26, 1 << 31
 """Bytes of a row, and of a JSON array, which is read as a whole: a small compressed file may hold more than any memory."""
-_END = "\ufdd0"
-"""A line after the last one of a CSV file, which a quotation mark that is not closed would take along."""
 
 
 def local_files(data_files: str | Iterable[str]) -> list[Path]:
-    """The files that paths and patterns name. Raises UserError if one is missing, empty or a directory, or a pattern matches nothing."""
+    """The files that paths and patterns name. Raises UserError if one is missing, empty, a directory or named twice, or a pattern matches nothing."""
     names = [data_files] if isinstance(data_files, (str, Path)) else list(data_files)
     files: list[Path] = []
     for name in map(str, names):
@@ -57,6 +55,8 @@ def local_files(data_files: str | Iterable[str]) -> list[Path]:
         raise UserError("data_files names no file; give the path of the rows")
     for file in files:
         check_file(file, "data_files")
+    if twice := [file for file, number in Counter(files).items() if number > 1]:
+        raise UserError(f"data_files names {twice[0]} more than once, whose rows would count as often; name it once")
     return files
 
 
@@ -270,30 +270,28 @@ def _read_csv(content: IO[bytes], file: Path) -> Iterator[str]:
             if size >= MAX_ROW:
                 raise _too_large(file, number + 1)
             yield line
-        yield _END
 
-    rows = (cells for cells in csv.reader(lines()) if cells)
-    header, faults = next(rows), defaultdict[str, list[int]](list)
-    if header == [_END]:
-        return
+    # Else a quotation mark that is escaped by a backslash would end its field, and be lost.
+    rows = (cells for cells in csv.reader(lines(), strict=True) if cells)
+    header, faults = next(rows, []), defaultdict[str, list[int]](list)
     if twice := next((name for name in header if name and header.count(name) > 1), None):
         raise UserError(f"data_files={file}: its header has the column {twice!r} twice; rename one of them")
-    for number, cells in enumerate(rows, start=1):
-        size = 0
-        if cells == [_END]:
-            break
-        if _END in cells[-1]:
-            faults["opens a quotation mark that is not closed"].append(number)
-            break
-        if len(cells) > len(header):
-            faults["has more fields than the header"].append(number)
-        if faults:
-            continue
-        # A column without a name is the index that pandas writes.
-        row = {name: cell or None for name, cell in itertools.zip_longest(header, cells) if name}
-        text = json.dumps(row, ensure_ascii=False)
-        utf8(text.encode(errors="surrogateescape"), file, f": row {number}")
-        yield text
+    try:
+        for number, cells in enumerate(rows, start=1):
+            size = 0
+            if len(cells) > len(header):
+                faults["has more fields than the header"].append(number)
+            if faults:
+                continue
+            # A column without a name is the index that pandas writes.
+            row = {name: cell or None for name, cell in itertools.zip_longest(header, cells) if name}
+            text = json.dumps(row, ensure_ascii=False)
+            utf8(text.encode(errors="surrogateescape"), file, f": row {number}")
+            yield text
+    except csv.Error as error:
+        is_end = "end of data" in str(error)
+        what = "is not closed" if is_end else "ends within its field; one that belongs to the text is written twice"
+        faults[f"opens a quotation mark that {what}"].append(number + 1)
     _check_faults(faults, file)
 
 

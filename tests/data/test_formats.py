@@ -115,6 +115,7 @@ def test_detect_bad_paths_raise(write, tmp_path):
         (str(tmp_path), r"is a directory; name its files, such as .*\*.jsonl"),
         (str(tmp_path / "*.tsv"), "matches no file"),
         ([], "names no file"),
+        ([files[0], str(tmp_path / "*.jsonl")], r"rows.jsonl more than once"),
         (write(QA, name="rows.txt"), "unknown extension; known are .jsonl, .json, .csv, .parquet, .arrow"),
         (files[:2], "are of different kinds"),
         (files[::2], r"other.jsonl: row 1 is prompt/completion, the rows of .*rows.jsonl are question/answer"),

@@ -129,6 +129,7 @@ def test_parts_and_splits_are_those_of_datasets(put):
         ("a.json", '[{"a": 1, "a": 2}]', "it has the field 'a' twice"),
         ("a.csv", "a,b,a\n1,2,3\n", "its header has the column 'a' twice; rename"),
         ("a.csv", 'a,b\n1,2\n"3,4\n5,6\n', "row 2 opens a quotation mark that is not closed"),
+        ("a.csv", 'a,b\n1,2\n1,"say \\"yes\\" then"\n', "row 2 opens a quotation mark that ends within its field"),
         ("a.csv", "a,b\n1,2,3\n", "row 1 has more fields than the header"),
         ("a.jsonl.gz", gzip.compress(b"x" * 999, mtime=0)[:-9], "cannot be read as json .Compressed file ended"),
         ("a.parquet", "PAR1", "cannot be read as parquet"),
