@@ -237,9 +237,14 @@ def apply_method(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, lis
             if key != "model":  # LoRA's: resolved later, since the command line may name the builder
                 blocks[key] = _keep_settings(block, file_blocks.get(key), from_file=from_file)
     _refuse_switched_on(blocks, remaining, names)
-    dropped = [key for key, block in SFT.items() if block is None and file_blocks.get(key) and blocks[key] is None]
-    if dropped and from_file:  # one text that says both
-        raise UserError(f"{dropped[0]}: method={name} in the same file leaves it out; take one of them out")
+    for key in SFT if from_file else ():  # one text that says both
+        said, used = (component_of(each.get(key)) or bool(each.get(key)) for each in (file_blocks, blocks))
+        if said and said != used and not _is_plain(said, used):
+            what = f"takes {used} in its place" if used else "leaves it out"
+            raise UserError(f"{key}: method={name} in the same file {what}; take one of them out")
+    optimizer = file_blocks.get("optimizer")
+    if from_file and "lora" in names and isinstance(optimizer, dict) and "lr" in optimizer:
+        remaining.insert(0, f"optimizer.lr={optimizer['lr']}")  # given, next to the method
     # LORA_LR is above the cap of full fine-tuning: the rate would be that cap throughout.
     if "finch" in names and "lora" in names:
         blocks["lr_scheduler"]["eta_max"] = "auto"
@@ -294,6 +299,11 @@ def log_method(names: list[str], cfg: DictConfig) -> None:
         )
 
 
+def _is_plain(*components: Any) -> bool:
+    """Whether all are plain cross-entropy, by their names, which need no import: the checks refuse what only has the name."""
+    return all(str(path).rpartition(".")[2] in _PLAIN_CROSS_ENTROPY for path in components)
+
+
 def _keep_settings(block: Any, file_block: Any, *, from_file: bool) -> Any:
     """The method's block, with the settings of the file's where both have the same component or are plain cross-entropy. Those of self_replay
     that the method names are its own, unless the file names the method as well."""
@@ -303,8 +313,6 @@ def _keep_settings(block: Any, file_block: Any, *, from_file: bool) -> Any:
     if component is None:  # self_replay's
         kept = file_block if isinstance(file_block, dict) else {}
         return {**block, **kept} if from_file else {**kept, **block}
-    # By their names, which need no import: the checks refuse what only has the name.
-    is_plain = all(str(path).rpartition(".")[2] in _PLAIN_CROSS_ENTROPY for path in (component, file_component))
-    if not (file_component == component or is_plain):
+    if not (file_component == component or _is_plain(component, file_component)):
         return copy.deepcopy(block)
     return {**block, **(file_block if isinstance(file_block, dict) else {"_component_": file_component})}

@@ -216,7 +216,7 @@ def _with_columns(
         raise UserError(
             f"dataset.format={format} needs a column {missing[0]!r}; name it: dataset.column_map.{missing[0]}=COLUMN; the rows have {_listed(names)}"
         )
-    unused = tuple(name for name in names if name not in found.values())
+    unused = tuple(name for name in names if name not in {*found.values(), *_read_beside(format)})
     return RowFormat(format, found, source, num_rows, unused)
 
 
@@ -324,10 +324,14 @@ class RowToMessages(Transform):
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """``messages``, and ``tools`` where the row has some. Raises UserError if a field is missing or not text, a role is unknown, the order of
         turns is not a conversation's, or a field that changes what is learned is not understood."""
-        if self._format == "prompt_completion" and sample.get("label") is False:
+        # CSV has text; 0 may be a class.
+        if self._format == "prompt_completion" and str(sample.get("label")).lower() == "false":
             raise UserError(
                 "its label is false: these are preferences, for KTO, which finch does not train; keep the rows whose label is true"
             )
+        pair = [sample.get(name) for name in ("chosen", "rejected") if name not in self._columns.values()]
+        if self._format in TURN_KEYS and len(pair) == 2 and None not in pair:
+            raise UserError("it has chosen and rejected answers, for DPO; finch learns one: give rows of the chosen")
         messages = list(self._messages(sample))
         system = self._new_system_prompt
         if system is None:
@@ -340,21 +344,24 @@ class RowToMessages(Transform):
         return {"messages": messages, "tools": tools} if tools else {"messages": messages}
 
     def _system_column(self, sample: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
+        found = None
         for column in SYSTEM:
             text = None if column in self._columns.values() else sample.get(column)
             if text is None or text == "":
                 continue
             if not isinstance(text, str):
                 raise UserError(f"its field {column!r} is {type(text).__name__}, not text")
-            # A file may have the same text in both places; two different ones would leave open which is meant.
-            own = next((message.text_content for message in messages if message.role == "system"), text)
+            # A file may have the same text in several places; two different ones would leave open which is meant.
+            own = next((message.text_content for message in messages if message.role == "system"), found or text)
             if own != text:
-                raise UserError(f"it has a system turn and another text in its field {column!r}; keep one of them")
-            return text
-        return None
+                raise UserError(f"it has another system text than that in its field {column!r}; keep one of them")
+            found = text
+        return found
 
     def _tools(self, sample: Mapping[str, Any]) -> Any:
         tools = sample.get("tools")
+        if self._format in TURN_KEYS and sample.get("functions"):
+            raise UserError("it has functions, OpenAI's old form; give them as tools")
         if is_text := isinstance(tools, str):
             tools = _parsed(tools, "its field 'tools'") if tools.strip() else None
         if not tools:
@@ -429,7 +436,12 @@ class RowToMessages(Transform):
             turn.get(content_key),
             self._clean({key: turn[key] for key in turn if key not in (role_key, content_key)}),
         )
-        if turn.get("tool_calls"):
+        if fields.get("function_call"):
+            raise UserError(f"its turn {number} has function_call, OpenAI's old form; give it as tool_calls")
+        # A template that writes calls does so in its own form.
+        if turn[role_key] == "function_call" and self._reads("tool_calls") and (calls := _calls(content)):
+            content, fields["tool_calls"] = None, calls
+        if fields.get("tool_calls"):
             if not self._reads("tool_calls"):
                 raise UserError(
                     f"its turn {number} has tool_calls, which the tokenizer's chat template does not write; give a model whose template does, or "
@@ -478,6 +490,17 @@ class RowToMessages(Transform):
         return Message(role=role, content=content, masked=is_masked)
 
 
+def _calls(content: Any) -> list[Any]:
+    """The calls that a turn of ShareGPT has as JSON, one or a list; none where it has another text."""
+    try:
+        found = json.loads(content)
+    except (TypeError, ValueError):
+        return []
+    calls = found if isinstance(found, list) else [found]
+    is_calls = all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls)
+    return [{"type": "function", "function": call} for call in calls] if is_calls else []
+
+
 def _call(call: Any, number: int) -> Any:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -497,13 +520,15 @@ def fields_read_by(tokenizer: Any) -> Callable[[str], bool]:
     return getattr(tokenizer, "reads", None) or (lambda field: False)
 
 
+def _read_beside(format: str) -> tuple[str, ...]:
+    """The columns that are read beside those of a format's fields."""
+    history = ("history",) if format in ("instruction", "question_answer") else ()
+    return () if format == "text" else (*SYSTEM, "tools", *history)
+
+
 def unused_fields(row: Mapping[str, Any], row_format: RowFormat, tokenizer: Any = None) -> list[str]:
     """The fields of a row that training does not see, those of turns as ``messages[].name``; null ones are none."""
-    known, reads = {*row_format.columns.values()}, fields_read_by(tokenizer)
-    if row_format.format != "text":
-        known |= {*SYSTEM, "tools"}
-    if row_format.format in ("instruction", "question_answer"):
-        known.add("history")
+    known, reads = {*row_format.columns.values(), *_read_beside(row_format.format)}, fields_read_by(tokenizer)
     found = dict.fromkeys(name for name, value in row.items() if name not in known and value is not None)
     keys = {*TURN_KEYS.get(row_format.format, TURN_KEYS["messages"]), *LEARNED, "masked", "tool_calls"}
     for column in row_format.columns.values():

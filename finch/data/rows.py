@@ -17,6 +17,7 @@ from torchtune.datasets._sft import SFTTransform
 
 from finch.base.errors import UserError
 from finch.base.files import exists
+from finch.base.log import logger
 from finch.data.formats import (
     AUTO,
     FIELDS,
@@ -32,7 +33,7 @@ from finch.data.table import Table, read_table
 from finch.data.token_cache import TokenizedRow, TokenizedRows, tokenized_rows
 from finch.objectives import IGNORE_INDEX
 
-SPLITS_BY = ("order", "content")
+SPLITS_BY, VALIDATION_FRACTION = ("order", "content"), 0.1
 TARGETS = {"instruction": "output", "question_answer": "answer", "prompt_completion": "completion"}
 """The field of a format that is not the prompt; rows of other formats are compared completely."""
 
@@ -181,7 +182,7 @@ def rows_dataset(
     format: str = AUTO,
     column_map: dict[str, str] | None = None,
     part: str = "all",
-    validation_fraction: float = 0.1,
+    validation_fraction: float = VALIDATION_FRACTION,
     test_fraction: float = 0.0,
     split_seed: int = 0,
     split_by: str = "order",
@@ -217,6 +218,11 @@ def rows_dataset(
         raise UserError(f"dataset.test_fraction={test_fraction} needs dataset.split_by=content; set it")
     check_part(part, PARTS if test_fraction else PARTS[:-1])
     check_packing(tokenizer, packed)
+    if part == "all" and (split_seed != 0 or validation_fraction != VALIDATION_FRACTION):
+        logger.warning(
+            f"dataset.part=all holds nothing out: dataset.validation_fraction={validation_fraction} and split_seed={split_seed} change nothing; part=train "
+            "does, with part=validation in dataset_validation"
+        )
     if source is None and data_files is None:
         raise UserError("dataset needs data_files, the path of the rows, or source, a name on the hub; set one")
     files, reader = files_and_source(source, data_files)
@@ -289,6 +295,8 @@ def tokenized(
     ``convert`` makes a row of the table one of ``row_format``. Raises UserError for a row that packing cannot use.
     """
     is_text = row_format.format == "text"
+    if is_text and new_system_prompt is not None:
+        raise UserError("dataset.new_system_prompt needs conversations, and the rows are plain text; leave it out")
     transforms: list[Callable[[Any], Any]] = [] if convert is None else [convert]
     if is_text:
         last = TextToTokens(tokenizer, row_format.columns["text"], is_truncated=not packed)

@@ -271,7 +271,7 @@ class AnswerSpans:
             header, after = prompt, ""
             if index in marked:
                 before, after = pieces[order.index(index) :][:2]
-                header = _common_prefix(prompt, before)
+                header = common_prefix(prompt, before)
                 if not self._has_prompt and before[len(header) :].strip():
                     prompt = header = before  # the template's header is not what the model writes
             # An answer may have its own thinking in place of the prompt's empty block: the header ends before either.
@@ -332,7 +332,7 @@ def tool_name(tool: Mapping[str, Any]) -> str:
     return str(tool.get("function", tool).get("name", ""))
 
 
-def _common_prefix(one: str, other: str) -> str:
+def common_prefix(one: str, other: str) -> str:
     return one[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))]
 
 

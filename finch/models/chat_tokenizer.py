@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
@@ -18,12 +19,14 @@ from torchtune.modules.transforms.tokenizers import ModelTokenizer
 from finch.base.errors import UserError
 from finch.base.log import logger
 from finch.models.chat_template import (
+    CHAT_TEMPLATE,
     THINKING,
     THINKING_FIELDS,
     AnswerSpans,
     ChatTemplate,
     Tools,
     Turn,
+    common_prefix,
     read_chat_template,
     tool_name,
     visible,
@@ -77,6 +80,7 @@ class ChatTokenizer(ModelTokenizer, Transform):
         if self.prompt_problem is not None:
             logger.warning(f"tokenizer: {self.prompt_problem}")
         self.stop_tokens = sorted({self.eos_id, *map(self.special_id, self._answer_spans.closing_tokens)})
+        self._known_fields: dict[str, bool] = {}
         self.max_seq_len = max_seq_len
         self.prompt_template = None
         self._added_ids = frozenset(self.special_tokens.values())
@@ -112,9 +116,19 @@ class ChatTokenizer(ModelTokenizer, Transform):
         return self._tokenizer.to_str()  # megabytes, a tenth of a second
 
     def reads(self, field: str) -> bool:
-        """Whether the chat template reads a field of a turn, or ``tools``: whether it names it."""
+        """Whether the chat template reads a field of a turn, or ``tools``: it names it, and a text in the field changes what it writes."""
+        if field not in self._known_fields:
+            self._known_fields[field] = self._probe(field)
+        return self._known_fields[field]
+
+    def _probe(self, field: str) -> bool:
         names = ("reasoning_content", "thinking") if field in THINKING_FIELDS else (field,)
-        return any(re.search(rf"\b{re.escape(name)}\b", self._template.source) for name in names)
+        is_named = any(re.search(rf"\b{re.escape(name)}\b", self._template.source) for name in names)
+        for turns in _PROBES if is_named and field not in _NO_TEXTS else ():
+            with contextlib.suppress(UserError):  # where the template takes no calls
+                filled = [{**turn, **dict.fromkeys(names, "a")} for turn in turns]
+                return self._template.render(turns) != self._template.render(filled)
+        return is_named
 
     def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
         """Token ids of plain text; ``add_bos`` is ignored where the model was not trained with such a token."""
@@ -167,13 +181,36 @@ class ChatTokenizer(ModelTokenizer, Transform):
                 f"tokenizer: its chat template leaves out {missing}; finch would train on a conversation without it: "
                 "give rows without it, or a template that writes it"
             )
-        if any(not message.masked and message.role != "assistant" for message in messages):
-            # A system turn that is not learned comes first: the rest is.
-            own = turns[0]["content"].strip() if messages[0].role == "system" and messages[0].masked else ""
-            return text, [(text.find(own) + len(own) if own in text else 0, len(text))]
-        spans = self._answer_spans.find(text, turns, tools, generation=generation)
-        answers = (message for message in messages if message.role == "assistant")
-        return text, [span for answer, span in zip(answers, spans, strict=True) if not answer.masked]
+        answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if is_whole := any(not message.masked and message.role != "assistant" for message in messages):
+            start = 0
+            if messages[0].role == "system" and messages[0].masked:
+                # Learned is what stays the same after another system turn, whose own text may be found in a header as well.
+                other = self._template.render(
+                    [{**turns[0], "content": "\ue000"}, *turns[1:]], tools, generation=generation
+                )
+                start = len(text) - len(common_prefix(text[::-1], other[::-1]))
+            spans = [(start, len(text))] * len(answers)
+        else:
+            spans = self._answer_spans.find(text, turns, tools, generation=generation)
+        learned = {each: span for each, span in zip(answers, spans, strict=True) if not messages[each].masked}
+        for each, (first, stop) in {} if generation else learned.items():
+            self._check_thinking(turns[each], text[first:stop], is_last=each + 1 == len(turns))
+        return text, [(start, len(text))] if is_whole else list(learned.values())
+
+    def _check_thinking(self, turn: Turn, answer: str, *, is_last: bool) -> None:
+        """Raises UserError if a turn's thinking is not in the ``answer`` that is learned of it. A field that the template never reads is named as
+        unused instead."""
+        field = turn.get("reasoning_content", "") if self.reads("reasoning_content") else ""
+        if not isinstance(field, str):
+            raise UserError(f"the thinking of an answer is {type(field).__name__}, not text")
+        within = turn.get("content", "").rpartition(THINKING[1])[0].rpartition(THINKING[0])[2]
+        if field.strip() not in answer or within.strip() not in answer:
+            which = "the last answer" if is_last else "an answer before the last turn"
+            raise UserError(
+                f"tokenizer: its chat template leaves out the thinking of {which}, which would be learned without it; "
+                f"end a row with each such answer, set its weight to 0, remove its thinking, or change {CHAT_TEMPLATE}"
+            )
 
     def _masked(self, encoding: Encoding, text: str, spans: Spans) -> tuple[list[int], list[bool]]:
         """Ids and mask, up to ``max_seq_len``."""
@@ -194,6 +231,13 @@ class ChatTokenizer(ModelTokenizer, Transform):
         messages, tools = sample.pop("messages"), sample.pop("tools", None)
         tokens, mask = self.tokenize_messages(messages, tools=tools, add_end_tokens=not inference)
         return {**sample, "tokens": tokens, "mask": mask}
+
+
+_NO_TEXTS = ("tools", "tool_calls", "tool_call_id", "strftime_now")  # an id is no free text: templates look it up
+_ASKED, _ANSWERED = {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}
+_CALL = {"type": "function", "function": {"name": "d", "arguments": {}}}
+_CALLED = {**_ANSWERED, "tool_calls": [_CALL]}, {"role": "tool", "content": "e"}
+_PROBES: tuple[list[Turn], ...] = [_ASKED, *_CALLED, _ANSWERED], [_ASKED, _ANSWERED]
 
 
 def turn_of(message: Message, template: str) -> Turn:
@@ -223,14 +267,11 @@ def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _left_out(text: str, turns: Sequence[Turn], tools: Tools) -> str | None:
-    """The first part of a conversation that is not in its ``text``. A template may leave out the thinking of all answers but the last."""
-    for number, turn in enumerate(turns, start=1):
+    """The first part of a conversation that is not in its ``text``, thinking left aside."""
+    for turn in turns:
         content, is_answer = turn.get("content", ""), turn["role"] == "assistant"
         if (visible(content) if is_answer else content.strip()) not in text:
             return f"the text of {'an' if is_answer else 'a'} {turn['role']} turn"
-        thinking = content.rpartition(THINKING[1])[0].rpartition(THINKING[0])[2]
-        if is_answer and number == len(turns) and thinking.strip() not in text:
-            return "the thinking of the last answer"
         if any(tool_name(call) not in text for call in turn.get("tool_calls", ())):
             return "a tool call"
     return "the tools" if any(tool_name(tool) not in text for tool in tools or ()) else None

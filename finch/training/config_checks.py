@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import warnings
 from pathlib import Path
 
@@ -98,7 +99,7 @@ def check_combinations(cfg: DictConfig, device: torch.device, ranks: int | None 
         )
     # FSDP2 also wraps a single rank's weights for mixed precision and for offloading.
     is_sharded = (ranks or launched_ranks()) > 1 or precision_of(cfg.dtype).is_mixed or cfg.fsdp_cpu_offload
-    if is_sharded and str(component_of(cfg.optimizer)).startswith("bitsandbytes."):
+    if is_sharded and str(component_of(cfg.optimizer)).startswith(("bitsandbytes.", "torch.optim.Adafactor")):
         raise UserError(
             f"optimizer._component_={component_of(cfg.optimizer)} does not update sharded weights (several ranks, dtype=bf16_mixed, fsdp_cpu_offload); use "
             "torchao.optim.AdamW8bit"
@@ -137,7 +138,16 @@ def check_combinations(cfg: DictConfig, device: torch.device, ranks: int | None 
         raise UserError(
             f"collate_fn={cfg.collate_fn} pads on the left, which is for inference; use torchtune.data.padded_collate_sft"
         )
-    locate(cfg.collate_fn, "collate_fn")
+    arguments = inspect.signature(locate(cfg.collate_fn, "collate_fn")).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in arguments.values())
+    if not takes_all and not {"padding_idx", "ignore_idx"} <= arguments.keys():
+        raise UserError(
+            f"collate_fn={cfg.collate_fn} does not take padding_idx and ignore_idx; use torchtune.data.padded_collate_sft"
+        )
+    if cfg.validate_every_n_steps is not None and cfg.dataset_validation is None and cfg.early_stopping is None:
+        raise UserError(
+            f"validate_every_n_steps={cfg.validate_every_n_steps} needs dataset_validation; set it, or leave the key out"
+        )
 
 
 def check_lora_combinations(cfg: DictConfig) -> None:

@@ -81,7 +81,7 @@ class LoadedModel:
     def check_rows(self, tokenizer: Any, key: str, stats: DatasetStats | None) -> str | None:
         """A warning where the rows of a config key are longer than the window that the pretrained model attends to, or may be; see ``Fit``.
 
-        Raises UserError for a token that the model has no embedding of.
+        Raises UserError for a token that the model has no embedding of, and rows that are longer than its context.
         """
         number, base = self.decoder.tok_embeddings.num_embeddings, self.base
         if stats is not None and stats.max_token >= number:
@@ -89,6 +89,12 @@ class LoadedModel:
             raise UserError(
                 f"{key}: the rows have the token {stats.max_token}{names.get(stats.max_token, '')} and the model has {number} embeddings, from 0 on; "
                 "give the tokenizer of this model"
+            )
+        context = self.decoder.max_seq_len
+        if stats is not None and stats.max_length > context:
+            rows = f"{sum(each > context for each in stats.lengths):,} of {stats.num_rows:,} rows"
+            raise UserError(
+                f"{key}: {rows} are longer than the {context} tokens of the model's context; tokenizer.max_seq_len={context} cuts them there"
             )
         window, longest = base.window, self.decoder.max_seq_len if stats is None else stats.max_length
         if window is None or longest <= window:

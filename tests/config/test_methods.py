@@ -97,10 +97,13 @@ def test_a_key_of_a_block_that_the_method_leaves_out_is_refused(name):
 
 
 def test_a_file_that_names_a_method_and_a_block_without_it_is_refused():
-    with pytest.raises(
-        UserError, match="self_replay: method=finch in the same file leaves it out; take one of them out"
+    for method, key, block, what in (
+        ("finch", "self_replay", {"rows": 8}, "leaves it out"),
+        ("dft", "lr_scheduler", FINCH, "takes finch.cosine.cosine_with_warmup in its place"),
+        ("finch", "loss", objective("DFT"), "takes torchtune.modules.loss.CEWithChunkedOutputLoss in its place"),
     ):
-        merged(method="finch", self_replay={"rows": 8})
+        with pytest.raises(UserError, match=f"{key}: method={method} in the same file {what}; take one of them out"):
+            merged(method=method, **{key: block})
     assert (
         merged("method=finch", method="kl", self_replay={"rows": 8})["self_replay"] is None
     )  # the command line's method
@@ -147,6 +150,8 @@ def test_finch_keeps_an_eta_max_that_is_written(override, eta_max):
 def test_method_has_its_own_rate_unless_given(method, rate):
     assert merged(f"method={method}")["optimizer"]["lr"] == rate
     assert merged(f"method={method}", "optimizer.lr=3e-3")["optimizer"]["lr"] == 3e-3
+    if method.endswith("lora") and method != "small_lr+lora":
+        assert merged(method=method)["optimizer"] == MINIMAL["optimizer"]  # given next to the method
 
 
 def test_replay_requires_a_log():

@@ -34,6 +34,20 @@ def test_detect_format_and_columns(write, row, format, columns):
     assert sorted([*found.columns.values(), *found.unused_columns]) == sorted(row)
 
 
+@pytest.mark.parametrize(
+    ("row", "unused"),
+    [
+        (QA, ("id",)),
+        ({"messages": TURNS}, ("history", "id")),
+        (PROMPT, ("history", "id")),
+        ({"text": "a"}, ("system", "system_prompt", "tools", "history", "id")),
+    ],
+)
+def test_columns_that_are_read_beside_the_fields_are_not_unused(write, row, unused):
+    others = {"system": "a", "system_prompt": "a", "tools": "[]", "history": [], "id": 3}
+    assert detect(write({**row, **others})).unused_columns == unused
+
+
 def test_detect_optional_input_in_a_later_row(write):
     found = detect(write({"instruction": "a", "output": "b"}, {"instruction": "a", "input": "c", "output": "b"}))
     assert found.columns["input"] == "input"

@@ -1,5 +1,6 @@
 """Rows as conversations: which turns are learned, what becomes a turn, and what is refused since it changes what is learned."""
 
+import dataclasses
 import json
 import re
 
@@ -9,6 +10,9 @@ from finch.base.errors import UserError
 from finch.data.formats import RowToMessages, detect_columns, unused_fields
 
 SAID = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "5"}, {"role": "user", "content": "no"}
+
+
+MESSAGES = {"messages": [*SAID[:2]]}
 
 
 class Reader:
@@ -72,13 +76,30 @@ def test_calls_and_tools_reach_the_template_as_they_are():
         {}, {"tool_calls": [call], "content": None}, {"name": "add"}, {}]  # fmt: skip
 
 
-MESSAGES = {"messages": [*SAID[:2]]}
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "a", "completion": "b", "label": False}, "its label is false: these are preferences, for KTO"),
+        *(
+            ({"prompt": "a", "completion": "b", "label": label}, "its label is false: these are preferences, for KTO")
+            for label in (False, "False", "false")
+        ),
+        (
+            {
+                "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
+                "chosen": {"value": "c"},
+                "rejected": {"value": "d"},
+            },
+            "it has chosen and rejected answers, for DPO; finch learns one: give rows of the chosen",
+        ),
+        ({**MESSAGES, "functions": [{"name": "add"}]}, "it has functions, OpenAI's old form; give them as tools"),
+        (
+            {"messages": [SAID[0], {**SAID[1], "function_call": {"name": "add", "arguments": "{}"}}]},
+            "its turn 2 has function_call, OpenAI's old form; give it as tool_calls",
+        ),
+        (
+            {"question": "a", "answer": "b", "system": "c", "system_prompt": "d"},
+            "another system text than that in its field 'system_prompt'",
+        ),
         (
             {"messages": [SAID[0], {**SAID[1], "weight": 0.5}]},
             "its turn 2 has weight 0.5; finch learns a turn or does not",
@@ -90,7 +111,7 @@ MESSAGES = {"messages": [*SAID[:2]]}
         ({**MESSAGES, "system": 3}, "its field 'system' is int, not text"),
         (
             {"messages": [{"role": "system", "content": "a"}, *SAID[:2]], "system": "b"},
-            "it has a system turn and another text in its field 'system'",
+            "it has another system text than that in its field 'system'; keep one of them",
         ),
         ({"instruction": "a", "output": "b", "history": ["c"]}, "its field 'history' is not a list of pairs"),
         (
@@ -102,6 +123,54 @@ MESSAGES = {"messages": [*SAID[:2]]}
 def test_what_changes_what_is_learned_is_refused(row, message):
     with pytest.raises(UserError, match=re.escape(message)):
         messages_of(row)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a", "completion": "b", "label": True},
+        {"prompt": "a", "completion": "b", "label": "true"},
+        {"prompt": "a", "completion": "b", "label": 0},  # a class
+        {**MESSAGES, "functions": None},
+        {**MESSAGES, "chosen": "c", "rejected": None},
+        {"question": "a", "answer": "b", "functions": ["f"], "system": "c", "system_prompt": "c"},
+        {"messages": [SAID[0], {**SAID[1], "function_call": None}]},
+    ],
+)
+def test_what_changes_nothing_is_not_refused(row):
+    assert messages_of(row)[-1].masked is False
+
+
+def test_the_chosen_answers_of_preferences_are_learned():
+    row = {**MESSAGES, "chosen": MESSAGES["messages"], "rejected": MESSAGES["messages"]}
+    row_format = detect_columns(row, row, column_map={"messages": "chosen"})
+    assert len(RowToMessages(row_format)(row)["messages"]) == 2
+
+
+CALL = '{"name": "add", "arguments": {"a": null}}'
+CALLED = {"type": "function", "function": {"name": "add", "arguments": {"a": None}}}
+
+
+@pytest.mark.parametrize("source", ["json", "parquet"])
+@pytest.mark.parametrize(
+    ("value", "calls"),
+    [
+        (CALL, [CALLED]),
+        (f"[{CALL}, {CALL}]", [CALLED, CALLED]),
+        ("add 2", None),
+        ("[]", None),
+        ("3", None),
+        ('{"name": "add"}', None),
+    ],
+)
+def test_calls_of_sharegpt_reach_the_template_as_calls(value, calls, source):
+    turns = [("human", "2+2"), ("function_call", value), ("observation", "4"), ("gpt", "4")]
+    row = {"conversations": [{"from": role, "value": text} for role, text in turns]}
+    row_format = dataclasses.replace(detect_columns(row, row), source=source)
+    found = RowToMessages(row_format, tokenizer=Reader())(row)["messages"][1]
+    assert getattr(found, "fields", {}).get("tool_calls") == calls
+    assert found.text_content == ("" if calls else value)
+    assert RowToMessages(row_format)(row)["messages"][1].text_content == value  # torchtune's tokenizers write no calls
 
 
 def test_what_no_template_writes_is_refused():

@@ -231,6 +231,13 @@ def test_source_is_needed(tokenizer):
         rows_dataset(tokenizer, packed=True, data_files="x.jsonl")
 
 
+def test_arguments_without_an_effect_are_said(load, caplog):
+    with pytest.raises(UserError, match=r"dataset\.new_system_prompt needs conversations, and the rows are plain text"):
+        load({"text": "a"}, new_system_prompt="be the bird")
+    load(*ROWS, validation_fraction=0.5)
+    assert "dataset.part=all holds nothing out: dataset.validation_fraction=0.5" in caplog.text
+
+
 def test_rows_may_have_unequal_fields(load, write):
     rows = [{"instruction": "a", "output": "b"}, {"instruction": "a", "output": "b", "input": "c", "id": 10**25}]
     files = [write(row, name=f"{number}.jsonl") for number, row in enumerate(rows)]

@@ -235,9 +235,11 @@ def test_train_on_input_has_no_mask(tmp_path):
     assert not any(qwen3_of(tmp_path).tokenize_messages(messages)[1])
 
 
-def test_train_on_input_leaves_out_a_system_turn_that_is_no_target(tmp_path):
+@pytest.mark.parametrize("content", ["a small bird ", "s", "system", ""])
+def test_train_on_input_leaves_out_a_system_turn_that_is_no_target(tmp_path, content):
+    """Also one whose text is in its header as well."""
     write(tmp_path, "qwen3")
-    system = Message(role="system", content="a small bird ", masked=True)
+    system = Message(role="system", content=content, masked=True)
     tokenizer = qwen3_of(tmp_path)
     tokens, mask = tokenizer.tokenize_messages(
         [system, Message(role="user", content="a"), Message(role="assistant", content="b")]
@@ -407,11 +409,72 @@ def test_arguments_in_a_string_are_written_as_the_object_that_they_hold(tmp_path
         tokenizer.tokenize_messages([Message(role="user", content="a", masked=True), answer])
 
 
+THOUGHT, FIELD = (
+    {"content": "<think>\n two and two\n</think>4"},
+    {"content": "4", "reasoning_content": " two and two\n"},
+)
+PLAIN = {"content": "two and two"}  # which is what the others' thinking is
+
+
+@pytest.mark.parametrize("is_learned", [True, False])
+@pytest.mark.parametrize(
+    ("answers", "missing"),
+    [
+        ([THOUGHT, PLAIN], "an answer before the last turn"),
+        ([FIELD, PLAIN], "an answer before the last turn"),
+        ([{"content": "4", "thinking": "two and two"}, THOUGHT], "an answer before the last turn"),
+        ([PLAIN, FIELD], None),
+        ([PLAIN, THOUGHT], None),
+        ([THOUGHT, None], "an answer before the last turn"),
+        ([{"content": "", **THOUGHT, "reasoning_content": "other"}], None),
+        ([{"content": "4", "reasoning": {"effort": "high"}}], "dict, not text"),
+    ],
+)
+def test_thinking_that_the_template_leaves_out_is_refused_where_the_answer_is_learned(
+    tmp_path, answers, missing, is_learned
+):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.last and m.reasoning_content %}<think>\n{{ m.reasoning_content | trim }}\n</think>\n{% endif %}"
+        "{{ m.content if loop.last else m.content.split('</think>') | last }}<|im_end|>\n{% endfor %}"
+    )
+    write(tmp_path, "qwen3", template=template)
+    tokenizer, messages = finch.models.auto_tokenizer(str(tmp_path)), []
+    for answer in answers:
+        messages.append(Message(role="user", content="2+2", masked=True))
+        if answer is not None:
+            fields = {key: value for key, value in answer.items() if key != "content"}
+            options = {"content": answer["content"], "masked": not is_learned}
+            messages.append(ChatMessage(role="assistant", fields=fields, **options))
+    if missing is None or not is_learned:
+        assert any(not masked for masked in tokenizer.tokenize_messages(messages)[1]) == is_learned
+        return
+    with pytest.raises(UserError, match=rf"thinking of .*{missing}"):
+        tokenizer.tokenize_messages(messages)
+    assert tokenizer.tokenize_messages(messages, add_end_tokens=False)  # as history
+
+
+@pytest.mark.parametrize("has_calls", [True, False])
+def test_fields_that_a_template_names_but_does_not_write_are_not_read(tmp_path, has_calls):
+    """``name`` of a call, and a variable ``thinking``; also where the template refuses calls."""
+    calls = (
+        "{% for c in m.tool_calls or [] %}{{ c.name }}{% endfor %}"
+        if has_calls
+        else "{{ raise_exception('no') if m.tool_calls }}"
+    )
+    template = (
+        "{% set thinking = m and m.name %}{% for m in messages %}<|im_start|>{{ m.role }}{{ ' ' ~ m.note if m.note }}\n{{ m.content }}"
+        f"{calls}<|im_end|>{{% endfor %}}{{{{ tools }}}}"
+    )
+    write(tmp_path, "qwen3", template=template)
+    tokenizer = finch.models.auto_tokenizer(str(tmp_path))
+    fields = ("name", "thinking", "note", "id", "tool_calls", "tools")
+    assert [field for field in fields if tokenizer.reads(field)] == ["note", "tool_calls", "tools"]
+
+
 def test_a_template_that_drops_the_last_answers_thinking_is_refused(tmp_path):
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>') | last }}<|im_end|>{% endfor %}"
     write(tmp_path, "qwen3", template=template)
     tokenizer, thinking = finch.models.auto_tokenizer(str(tmp_path)), "<think>two and two</think>4"
-    assert targets(tokenizer, turns("a", thinking, "b", "6"))[1] == "4<|im_end|>6<|im_end|>"
     with pytest.raises(UserError, match="leaves out the thinking of the last answer"):
         tokenize(tokenizer, turns("a", thinking))
 

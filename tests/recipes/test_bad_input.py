@@ -98,6 +98,9 @@ def error_of(tmp_path):
         ("plain", "ac_mode=selective", "ac_mode=selective needs ac_option; set it to n"),
         ("plain", "enable_activation_offloading=True", "enable_activation_offloading=True needs device=cuda"),
         ("plain", "dtype=bf16_mixed optimizer=bitsandbytes.optim.AdamW8bit ~optimizer.fused", "bitsandbytes.optim.AdamW8bit does not update sharded weights"),
+        ("plain", "dtype=bf16_mixed optimizer=torch.optim.Adafactor ~optimizer.fused", "torch.optim.Adafactor does not update sharded weights"),
+        ("plain", "collate_fn=torchtune.data.padded_collate", "collate_fn=torchtune.data.padded_collate does not take padding_idx and ignore_idx"),
+        ("plain", "validate_every_n_steps=2", "validate_every_n_steps=2 needs dataset_validation; set it"),
         ("plain", "tensor_parallel_dim=2", "tensor_parallel_dim=2 needs tensor_parallel_plan"),
         ("plain", "compile=True tensor_parallel_dim=2 tensor_parallel_plan=torchtune.models.llama3.base_llama_tp_plan", "compile=True excludes tensor_parallel_dim=2"),
         # The model
@@ -108,6 +111,7 @@ def error_of(tmp_path):
         ("plain", "dataset.column_map.output=reply", "has no field 'reply', which column_map names for 'output'; its fields are"),
         ("plain", "batch_size=64", "global batch of 64 (batch_size 64 x gradient_accumulation_steps 1 x 1 ranks) is larger than the dataset of 41 samples"),
         ("plain", "tokenizer.max_seq_len=2", "none of the 41 samples"),
+        ("plain", "model.max_seq_len=12", "of 41 rows are longer than the 12 tokens of the model's context; tokenizer.max_seq_len=12 cuts them there"),
         ("mixture", "dataset[1].split=train[:0]", "general.jsonl (split train[:0]) has no rows"),
         ("mixture", "dataset[1].packed=True", "some entries of the list have packed=True and others not"),
         ("mixture", "batch_size=64", "is larger than an epoch of 51 samples"),

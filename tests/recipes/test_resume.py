@@ -245,7 +245,10 @@ def test_a_run_keeps_the_rows_that_it_is_validated_on(tiny, tmp_path):
     assert (
         "belongs to a run with digest of the validation rows=" in run_here(tmp_path / "a", other, *resumed[1:]).error()
     )
-    finished(tmp_path / "a", {**config, "dataset_validation": None, **resumed[0]}, *resumed[1:])
+    config |= {"dataset_validation": None, **resumed[0]}
+    other = run_here(tmp_path / "a", config, *resumed[1:], "optimizer.amsgrad=True")
+    assert "belongs to a run with other tensors (Missing key in checkpoint state_dict: optimizer" in other.error()
+    finished(tmp_path / "a", config, *resumed[1:])
 
 
 def test_a_run_keeps_the_date_that_its_template_writes(tiny, tmp_path, monkeypatch):
