@@ -16,11 +16,21 @@ from finch.optim.finch_lr import FinchLR
 require_extras("finch.integrations.lightning", "lightning")
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 
 
 def count_targets(batch: Any) -> torch.Tensor:
-    """[] labels of ``batch["labels"]``, [batch, seq], that a causal language model predicts: all but -100 and a row's first."""
-    return (batch["labels"][:, 1:] != -100).sum()
+    """[] labels of ``batch["labels"]``, [batch, seq], that a causal language model predicts: all but -100 and a row's first.
+
+    Raises UserError for a batch without such labels, as a tuple.
+    """
+    try:
+        return (batch["labels"][:, 1:] != -100).sum()
+    except (AttributeError, IndexError, KeyError, TypeError):
+        raise UserError(
+            f"count_targets: a batch, {type(batch).__name__}, has no labels [batch, seq] under the key labels; pass "
+            "FinchCallback(count_targets=...), a function of the batch that returns its number of target tokens"
+        ) from None
 
 
 class FinchCallback(Callback):
@@ -30,7 +40,8 @@ class FinchCallback(Callback):
     checkpoints; ``lr`` and ``ema_loss`` are logged.
 
     ``init``: in nats, or ``"first_batch"``; ``count_targets``: the number of target tokens of a batch; ``options``: those of
-    :class:`finch.FinchLR`, as ``eta_max``; ``total_steps`` is the Trainer's. ``fit`` raises UserError without a single automatic optimizer, and for another schedule, fp16, or
+    :class:`finch.FinchLR`, as ``eta_max``; ``total_steps`` is the Trainer's. ``fit`` raises UserError without a single automatic
+    optimizer, and for another schedule, StochasticWeightAveraging, a strategy that accumulates gradients by itself (DeepSpeed), fp16, or
     a checkpoint without FINCH's state.
     """
 
@@ -40,6 +51,9 @@ class FinchCallback(Callback):
         self._options, self._count_targets = {"init": init, **options}, count_targets
         check_settings(**self._options)
         self._resumed: dict[str, Any] | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._resumed = None  # of a checkpoint that validate or test have loaded; fit's comes after this
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check(trainer, pl_module, self._resumed)
@@ -80,6 +94,15 @@ def _check(trainer: Trainer, pl_module: LightningModule, resumed: Any) -> None:
     if trainer.lr_scheduler_configs:
         raise UserError(
             "lr_scheduler: FINCH is the only one to set the learning rate; return only the optimizer from configure_optimizers"
+        )
+    if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise UserError(
+            "StochasticWeightAveraging: it sets learning rates of its own, which FINCH overwrites; leave that callback out"
+        )
+    if trainer.strategy.handles_gradient_accumulation:
+        raise UserError(
+            f"strategy={type(trainer.strategy).__name__}: it accumulates gradients and updates the weights by itself, so that FINCH does not know its "
+            "steps; use strategy='ddp'"
         )
     if trainer.precision == "16-mixed":
         raise UserError(

@@ -12,7 +12,7 @@ from finch.base.errors import UserError
 from finch.integrations.step_loss import MeanLoss
 from finch.objectives import EAFT, IGNORE_INDEX, Objective
 
-_AGREEMENT = 1e-3  # relative; an auxiliary or smoothed loss differs by more
+_AGREEMENT = 1e-3  # relative; a smoothed loss differs by more, an auxiliary one may not
 
 
 class ObjectiveLoss:
@@ -128,6 +128,8 @@ class LossReader:
         if model_sum is not None and self._is_model_loss_plain:
             return model_sum, num_targets
         exact = token_losses(logits, targets).double().sum()
+        if getattr(output, "aux_loss", None) is not None:  # a resumed run, of another first loss, must decide the same
+            return exact, num_targets
         if model_sum is not None and self._is_model_loss_plain is None:
             has_targets = num_targets > 0
             is_plain = has_targets & ((model_sum - exact).abs() <= _AGREEMENT * exact.abs())

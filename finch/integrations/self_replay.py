@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 
+from finch.base.errors import UserError
 from finch.base.files import atomic_file
 from finch.integrations.step_loss import has_ranks
 from finch.objectives.regularization import coarse_token_kl, top_log_probs
@@ -91,7 +92,11 @@ def answer_tokens(
     temperature: float = 0.0,
     stream: int = 0,
 ) -> list[list[int]]:
-    """The tokens of the answers alone; arguments as for :func:`own_answers`."""
+    """The tokens of the answers alone; arguments as for :func:`own_answers`. Raises UserError if the model has no ``generate``."""
+    if not hasattr(model, "generate"):
+        raise UserError(
+            f"model={type(model).__name__}: it has no generate, so that it cannot answer prompts; take a causal LM"
+        )
     draws = uniform_draws(len(prompts), max_new_tokens, stream).to(next(model.parameters()).device)
     found: list[list[int]] = []
     with _evaluating(model), _replaying(model):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from finch.optim.finch_lr import FinchLR
+from finch.optim.finch_lr import FinchLR, whole
 
 
 def has_ranks() -> bool:
@@ -52,8 +52,16 @@ class MeanLoss:
     def update(self, loss_sum: torch.Tensor | float, num_targets: torch.Tensor | int) -> None:
         """Adds a micro-batch: ``loss_sum`` [] of its tokens' cross-entropies in nats, unweighted, and ``num_targets`` [] target tokens.
 
-        Without any target ``loss_sum`` is ignored, since a mean over no tokens is NaN.
+        Without any target ``loss_sum`` is ignored, since a mean over no tokens is NaN. Of a DTensor the full tensor is taken, a collective
+        of its mesh. Raises TypeError where only one of the two is a DTensor, and a partial one: the ranks' sum and one rank's do not divide.
         """
+        layouts = [each.placements for each in (loss_sum, num_targets) if hasattr(each, "placements")]
+        if len(layouts) == 1 and any(placement.is_partial() for placement in layouts[0]):
+            raise TypeError(
+                f"MeanLoss.update(loss_sum, num_targets): one is a DTensor with placements={layouts[0]}, the other is none; pass its to_local() "
+                "with this rank's part, or its full_tensor() with that of all ranks"
+            )
+        loss_sum, num_targets = whole(loss_sum), whole(num_targets)
         device = loss_sum.device if isinstance(loss_sum, torch.Tensor) else None
         dtype = torch.float32 if device is not None and device.type == "mps" else torch.float64
         targets = torch.as_tensor(num_targets, device=device, dtype=dtype).detach()

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import math
 import os
+import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -47,6 +48,7 @@ from accelerate.utils import send_to_device
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 from transformers.trainer_utils import has_length
 
 ANSWERS_FILE = "self_replay.safetensors"
@@ -55,6 +57,7 @@ MEASURED_FILE = "forgetting.safetensors"
 """Those that ForgettingCallback measures."""
 
 _LABELS = "finch_labels"
+_OTHER_HEAD = re.compile("For(Masked.*|.*(Classification|Answering|Choice|Prediction|Pre[Tt]raining))$")
 _NUM_MEASURED = 96  # eight of each skill
 _TOLERANCE = 1e-2  # relative, of the Trainer's loss against the mean over target tokens: 4.57 rounds what it logs
 _replay_hooks: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
@@ -81,7 +84,8 @@ class FinchCallback(TrainerCallback, ExportableState):
         eta_max: see :class:`finch.FinchLR`.
         init: where the moving average starts, in nats: ``"dataset"``, the model's mean loss over the training rows, by one pass before the
             first step, as in the paper; ``"first_batch"``; or a number.
-        eta_base: learning rate at a loss of 1 nat; None takes the first param group's, ``TrainingArguments.learning_rate``.
+        eta_base: learning rate at a loss of 1 nat; None takes the first param group's, ``TrainingArguments.learning_rate``, also where a
+            resumed run has changed that.
         warmup_steps: 0 takes those of TrainingArguments, ``warmup_steps`` or ``warmup_ratio``.
         ema, eps, decay, on_nonfinite, max_nonfinite: see :class:`finch.FinchLR`.
         compute_loss_func: the :class:`ObjectiveLoss` that the Trainer was given, if any.
@@ -93,8 +97,9 @@ class FinchCallback(TrainerCallback, ExportableState):
 
     Raises:
         ValueError: an argument is out of range.
-        UserError: from the Trainer's constructor or ``train``: another schedule, FINCH twice, DataParallel, DeepSpeed, a checkpoint without
-            FINCH's state, labels that do not reach the model, an optimizer that was replaced, another loss.
+        UserError: from the Trainer's constructor or ``train``: another schedule, FINCH twice, DataParallel, DeepSpeed, an optimizer that
+            steps in the backward, a model that is no causal LM, a checkpoint without FINCH's state, labels that do not reach the model,
+            an optimizer that was replaced, another loss.
         FloatingPointError: during training, see :class:`finch.FinchLR`.
     """
 
@@ -127,15 +132,16 @@ class FinchCallback(TrainerCallback, ExportableState):
         """What the Trainer keeps in its checkpoints, and may make the callback from again."""
         schedule = getattr(self, "schedule", None)  # there from the start of training on
         arguments = {**self._options, "init": self._init, "check_loss": self._checks_loss}
-        return {"args": arguments, "attributes": {"saved": schedule and schedule.state_dict()}}
+        saved = schedule and {**schedule.state_dict(), "learning_rate": self._learning_rate}
+        return {"args": arguments, "attributes": {"saved": saved}}
 
     # The Trainer's events
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._check_trainer(args, state, kwargs.get("lr_scheduler"))
+        self._check_trainer(args, state, **kwargs)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        self._check_trainer(args, state, kwargs["lr_scheduler"])
+        self._check_trainer(args, state, **kwargs)
         model, loader = kwargs["model"], kwargs["train_dataloader"]
         resumed = self._saved_state(state) if state.global_step > 0 else None
         self._step_loss, self._reader, self._lacks_labels = MeanLoss(), LossReader(), False
@@ -146,10 +152,13 @@ class FinchCallback(TrainerCallback, ExportableState):
             batch_size = _batch_size(args, state)
             init, num_targets = mean_dataset_loss(model, loader, batch_size, args.device)
             logger.info(f"FINCH: mean loss before training {init:.4f} nats over {num_targets:,} target tokens")
+        options = dict(self._options)
+        if resumed and options["eta_base"] is None and resumed.get("learning_rate") == resumed["eta_base"]:
+            options["eta_base"] = args.learning_rate  # the optimizer's groups have the first run's
         # Accelerate's wrapper hides what the optimizer supports.
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
         warmup = self._options["warmup_steps"] or args.get_warmup_steps(state.max_steps)
-        options = {**self._options, "warmup_steps": warmup, "total_steps": state.max_steps}
+        options |= {"warmup_steps": warmup, "total_steps": state.max_steps}
         self.schedule = FinchLR(optimizer, init=init, **options)
         is_warned = (self.schedule.ema_loss or 1.0) < 1.0  # by FinchLR
         if self.schedule.eta_base == self.schedule.eta_max == ETA_MAX and not is_warned:
@@ -159,14 +168,12 @@ class FinchCallback(TrainerCallback, ExportableState):
             )
         if resumed is not None:
             self.schedule.load_state_dict(resumed)
+        self._learning_rate = args.learning_rate
         self._attach(model, optimizer, loader)
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         if self._lacks_labels:
-            raise UserError(
-                "labels: they did not reach the model, so that FINCH cannot see the loss; the data collator must return them, and a "
-                "custom compute_loss must pass on the complete batch"
-            )
+            raise UserError(_NO_LABELS)
         if self._step_loss.is_empty:
             raise UserError(
                 "compute_loss_func: this step's loss did not reach FINCH; give the same ObjectiveLoss to the Trainer and to FinchCallback"
@@ -207,8 +214,9 @@ class FinchCallback(TrainerCallback, ExportableState):
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         _remove_hooks(kwargs["model"])
 
-    def _check_trainer(self, args: TrainingArguments, state: TrainerState, lr_scheduler: Any) -> None:
+    def _check_trainer(self, args: TrainingArguments, state: TrainerState, **kwargs: Any) -> None:
         """Raises UserError where FINCH cannot work; before the first step, and where possible in the Trainer's constructor."""
+        lr_scheduler, model, optimizer = (kwargs.get(key) for key in ("lr_scheduler", "model", "optimizer"))
         name = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
         if lr_scheduler is not None and not _is_constant(lr_scheduler):
             made = name if name != "constant" else type(lr_scheduler).__name__
@@ -231,12 +239,27 @@ class FinchCallback(TrainerCallback, ExportableState):
             raise UserError(
                 "deepspeed: it updates the weights inside the backward, before FINCH has the loss of the step; use fsdp=True"
             )
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # without Accelerate's wrapper
+        is_dummy = isinstance(optimizer, LayerWiseDummyOptimizer)
+        name = "layerwise" if is_dummy else getattr(args.optim, "value", args.optim)
+        if name.endswith(("layerwise", "lomo")):
+            raise UserError(
+                f"optim={name}: it updates the weights inside the backward, before FINCH has the loss of the step; use one that does not"
+            )
+        base: Any = getattr(model, "_orig_mod", model)  # of a compiled model
+        base = base.get_base_model() if hasattr(base, "get_base_model") else base  # of PEFT's wrapper
+        names = [kind.__name__ for kind in type(base).__mro__]  # FSDP2 and users derive from transformers' classes
+        is_seq2seq = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+        if is_seq2seq or any(map(_OTHER_HEAD.search, names)):
+            raise UserError(f"model={names[0]}: FINCH follows a causal LM's token loss; use FinchLR with your own loss")
 
     def _attach(self, model: nn.Module, optimizer: Optimizer, loader: Any) -> None:
         _remove_hooks(model)  # left by a run that ended with an error
         loader = getattr(loader, "base_dataloader", loader)  # Accelerate's loaders read from this one
-        if not isinstance(loader.collate_fn, _AddLabels):
-            loader.collate_fn = _AddLabels(loader.collate_fn)
+        # The labels of another iterable are seen where the model gets them.
+        collate = getattr(loader, "collate_fn", None)
+        if collate is not None and not isinstance(collate, _AddLabels):
+            loader.collate_fn = _AddLabels(collate)
         self._labels: torch.Tensor | None = None
         _hooks[model] = [
             model.register_forward_pre_hook(self._take_labels, with_kwargs=True),
@@ -353,13 +376,19 @@ class SelfReplay(TrainerCallback):
         _remove_replay_hook(model)  # left by a run that ended with an error
         _replay_hooks[model] = model.register_forward_hook(self._add_term)
 
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        # A resumed run goes on in the middle of an epoch, unless it skips no rows.
+        self._epoch_start = state.global_step if args.ignore_data_skip else 0
+
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         number = args.gradient_accumulation_steps
         if self._micro_batches is not None:  # fewer in the last step of an epoch
-            done = state.global_step % -(-self._micro_batches // number) * number
+            done = (state.global_step - self._epoch_start) % -(-self._micro_batches // number) * number
             number = min(number, self._micro_batches - done)
         slots = number * args.world_size
-        full = args.gradient_accumulation_steps * args.world_size * _batch_size(args, state)
+        # With split_batches a loader's batch is that of all ranks.
+        ranks = 1 if getattr(args.accelerator_config, "split_batches", False) else args.world_size
+        full = args.gradient_accumulation_steps * ranks * _batch_size(args, state)
         rows = step_rows(self._answers, state.global_step, number=rows_in_step(self._share, full), seed=self._seed)
         self._shares = [rows[slot::slots] for slot in range(args.process_index, slots, args.world_size)]
         self._num_tokens, self._kl = sum(len(row.top) for row in rows), torch.zeros((), device=args.device)
@@ -560,9 +589,14 @@ def mean_dataset_loss(model: nn.Module, loader: Any, batch_size: int, device: to
     The pass has a separate loader, without shuffling, so that the training order and the global random state stay as they are. Every
     rank runs the same number of forward passes, since those of a sharded model are collective.
 
-    Returns the mean over the target tokens in nats, and their number; the same on every rank. Raises UserError if the dataset has no length,
-    or no target tokens.
+    Returns the mean over the target tokens in nats, and their number; the same on every rank. Raises UserError if the loader reads
+    no rows, or the dataset has no length, labels or target tokens.
     """
+    if getattr(loader, "batch_sampler", None) is None:
+        raise UserError(
+            f"init=dataset: the {type(loader).__name__} of training has batches, not rows that a pass could read; pass the mean loss as a number, "
+            "or init='first_batch'"
+        )
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise UserError(
@@ -584,6 +618,8 @@ def mean_dataset_loss(model: nn.Module, loader: Any, batch_size: int, device: to
     was_training = model.training
     model.eval()
     for share, batch in zip(shares, rows, strict=True):
+        if not isinstance(batch, Mapping) or not batch.keys() & {"labels", "shift_labels"}:
+            raise UserError(_NO_LABELS)
         batch = send_to_device(batch, device)
         loss_sum, num_targets = reader.read(model(**batch), batch)
         reader.decide()
@@ -701,6 +737,10 @@ class _AddLabels:
         return batch
 
 
+_NO_LABELS = (
+    "labels: they did not reach the model, so that FINCH cannot see the loss; the data collator must return them, and a custom "
+    "compute_loss must pass on the complete batch"
+)
 _CONSTANT = "FINCH is the only one to set the learning rate; pass TrainingArguments(lr_scheduler_type='constant') and no scheduler object; for warm-up TrainingArguments(warmup_steps=)"
 
 

@@ -60,9 +60,9 @@ class FinchLR:
     that every rank computes the same learning rate.
 
     **Base learning rates** are read from the param groups once, here: loading an optimizer's state later does not
-    change them. The first group's is eta_base; the other groups keep their ratio to it, under the cap as well. As with torch's
-    schedulers a group's ``initial_lr`` is used where it has one, and set where it has none, so that a second FinchLR on the same
-    optimizer starts like the first.
+    change them. The first group's is eta_base, and eta_max caps the first group's rate alone: the others keep their ratio to it, at the cap
+    as well, so that theirs may lie above eta_max. As with torch's schedulers a group's ``initial_lr`` is used where it has one, and set
+    where it has none, so that a second FinchLR on the same optimizer starts like the first.
 
     **Without host synchronisation.** Where every group's ``lr`` is a 0-d tensor and every optimizer honours
     ``found_inf`` (the fused ones of ``torch.optim`` do), a tensor loss is never read by the host: EMA and learning
@@ -73,8 +73,8 @@ class FinchLR:
     is passed; a loss so large that it must be GradScaler's (where the host reads it).
 
     Args:
-        eta_max: cap of the learning rate. The paper has 5e-5 in all its experiments, for eta_base from 5e-6 to 1e-4
-            (Section 3.3). ``"auto"`` is 2.5 x eta_base: finch's own rule, for other scales of learning rates.
+        eta_max: cap of the first group's learning rate. The paper has 5e-5 in all its experiments, for eta_base from
+            5e-6 to 1e-4 (Section 3.3). ``"auto"`` is 2.5 x eta_base: finch's own rule, for other scales of learning rates.
         init: Lbar_0 in nats. A number (the authors take the pretrained model's mean loss over the training set), or
             ``"first_batch"``, which starts from the first loss seen. ``"dataset"`` is for finch's recipes and its
             callbacks, which replace it by that mean.
@@ -142,7 +142,8 @@ class FinchLR:
 
         Args:
             loss: [] mean cross-entropy in nats over the target tokens of the complete optimizer-step batch: all
-                micro-batches, all ranks. With a reweighted objective it is still the unweighted cross-entropy.
+                micro-batches, all ranks. With a reweighted objective it is still the unweighted cross-entropy. Of a DTensor the
+                full tensor is taken, a collective of its mesh.
             targets: [] number of target tokens behind ``loss``. A batch without any leaves the state unchanged and is
                 not an error. None: there were some.
 
@@ -159,6 +160,7 @@ class FinchLR:
                 "afterwards and without a loss: pass finch.integrations.transformers.FinchCallback to the Trainer instead; torch's "
                 f"{_COMBINED} do as well: {_WARM_UP}"
             )
+        loss, targets = whole(loss), whole(targets)
         is_loss = loss.is_floating_point() if isinstance(loss, torch.Tensor) else _is_float(loss)
         if not is_loss:
             raise TypeError(
@@ -392,6 +394,7 @@ class _StepOrder:
         self._is_started = False
         self._first_updates = 0  # before the first loss
         self._rows = 0  # updates, one after the other, that several losses preceded
+        hooks = "_optimizer_step_post_hooks"
         order = weakref.ref(self)  # an optimizer outlives the schedules of a notebook's cell
 
         def count(optimizer: Optimizer, *_: Any) -> None:
@@ -399,8 +402,10 @@ class _StepOrder:
             if not torch.compiler.is_compiling() and (live := order()) is not None:
                 live._updated(optimizer)
 
-        if hasattr(optimizer, "_optimizer_step_post_hooks"):  # not a wrapper such as Accelerate's
-            optimizer.register_step_post_hook(count)
+        # Accelerate's wrapper has no hooks, and its optimizer is not stepped where the wrapper passes over a micro-batch.
+        inner = optimizer if hasattr(optimizer, hooks) else getattr(optimizer, "optimizer", None)
+        if inner is not None and hasattr(inner, hooks):
+            inner.register_step_post_hook(count)
 
     def scheduled(self) -> None:
         """Called after each ``step`` that asks for an update."""
@@ -423,6 +428,12 @@ class _StepOrder:
                 stacklevel=3,
             )
         self._losses = 0
+
+
+def whole(value: Any) -> Any:
+    """The full tensor of a DTensor, detached, a collective of its mesh; any other value as it is."""
+    # By its method, since DTensor's module is slow to import and not in every build of torch.
+    return value.detach().full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def _is_float(value: Any) -> bool:

@@ -126,6 +126,51 @@ def test_checkpoint_without_finch_is_refused(tmp_path):
         fit(tmp_path, finch(), ckpt_path=tmp_path / "one.ckpt")
 
 
+def test_a_checkpoint_of_another_stage_is_not_resumed(tmp_path):
+    """Lightning restores the callbacks' state for validate and test too."""
+
+    class Validated(Module):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+    _, trainer = fit(tmp_path, callback := finch(), module=Validated(), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    loader = torch.utils.data.DataLoader(ROWS, batch_size=4, collate_fn=collate)
+    trainer.validate(Validated(), loader, ckpt_path=tmp_path / "one.ckpt", verbose=False)
+    fit(tmp_path, callback, max_epochs=1)
+    assert callback.schedule.last_epoch == 6
+
+
+def test_batch_without_labels_names_count_targets(tmp_path):
+    class Pairs(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.model(input_ids=batch[0], labels=batch[1]).loss
+
+    def fit_pairs(callback: FinchCallback) -> None:
+        tokens = torch.ones(4, 6, dtype=torch.long)
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tokens, tokens), batch_size=2)
+        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+        pl.Trainer(callbacks=[callback], max_epochs=1, default_root_dir=tmp_path, **options).fit(Pairs(), loader)
+
+    with pytest.raises(
+        UserError, match=r"^count_targets: a batch, list, has no labels .*; pass FinchCallback\(count_t"
+    ):
+        fit_pairs(finch())
+    fit_pairs(callback := finch(count_targets=lambda batch: batch[1][:, 1:].numel()))
+    assert callback.schedule.last_epoch == 2
+
+
+def test_who_sets_rates_or_accumulates_by_itself_is_refused(tmp_path):
+    class Engine(pl.strategies.SingleDeviceStrategy):
+        handles_gradient_accumulation = True  # as DeepSpeedStrategy says
+
+    averaging = pl.callbacks.StochasticWeightAveraging(swa_lrs=1e-5)
+    with pytest.raises(UserError, match=r"^StochasticWeightAveraging: it sets learning rates of its own"):
+        fit(tmp_path, finch(), averaging)
+    with pytest.raises(UserError, match=r"^strategy=Engine: it accumulates gradients"):
+        fit(tmp_path, finch(), strategy=Engine(torch.device("cpu")))
+
+
 def test_mistakes_are_refused(tmp_path):
     with pytest.raises(TypeError, match="eta_mx"):
         finch(eta_mx=3)

@@ -34,6 +34,14 @@ def test_loss_with_an_extra_term_is_not_used():
         assert read(reader, rows, loss=torch.tensor(99.0)) == pytest.approx(mean_loss(make_model(), rows), rel=1e-6)
 
 
+def test_auxiliary_loss_that_is_small_at_first_is_not_used():
+    reader, plain = LossReader(), mean_loss(make_model(), ROWS)
+    assert read(reader, ROWS, loss=torch.tensor(plain * 1.0005), aux_loss=torch.ones(())) == pytest.approx(
+        plain, rel=1e-6
+    )
+    assert read(reader, ROWS, loss=torch.tensor(plain + 1.0), aux_loss=torch.ones(())) == pytest.approx(plain, rel=1e-6)
+
+
 def test_logits_of_virtual_tokens_are_left_out():
     logits = make_model()(**collate(ROWS)).logits
     longer = torch.cat([torch.zeros(len(ROWS), 3, logits.shape[-1]), logits], dim=1)

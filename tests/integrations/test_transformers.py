@@ -10,16 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import peft
 import pytest
 import torch
 import transformers
 from helpers.causal_lm import collate, finch_rates, make_model, make_token_rows, mean_loss
-from helpers.models import save
+from helpers.models import peft_without_torchao, save
 from helpers.rows import write_lines
 from helpers.runs import ROOT
 from helpers.tokenizers import write_qwen3_tokenizer
 from tokenizers import Tokenizer, models
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 from trl import SFTConfig, SFTTrainer
 
 from benchmarks.tiny_text import WORDS
@@ -190,6 +192,30 @@ def test_resumes_bit_for_bit(tmp_path):
         assert torch.equal(one, other)
 
 
+def test_resume_takes_a_changed_learning_rate(tmp_path):
+    """As a changed ``eta_base``; an optimizer of the user's keeps its own, as with torch's schedulers."""
+    (straight := make_trainer(tmp_path / "run", finch(), **SAVED)).train()
+    last = logged(straight, "ema_loss")[-1]
+    resumed = make_trainer(
+        tmp_path / "run", finch(), **{**SAVED, "save_steps": 3, "max_steps": 3, "learning_rate": 2 * ETA_BASE}
+    )
+    with pytest.warns(UserWarning, match=r"continues with eta_base=0.002 in place of 0.001"):
+        resumed.train(resume_from_checkpoint=True)
+    expected = finch_rates(logged(resumed)[2:], 2 * ETA_BASE, ETA_MAX, last)
+    assert logged(resumed, "learning_rate")[2:] == pytest.approx(expected, rel=1e-6)
+    again = make_trainer(
+        tmp_path / "run", callback := finch(), **{**SAVED, "max_steps": 4, "learning_rate": 2 * ETA_BASE}
+    )
+    again.train(resume_from_checkpoint=True)
+    assert callback.schedule.eta_base == 2 * ETA_BASE
+    for rate, steps in ((ETA_BASE, 2), (2 * ETA_BASE, 3)):
+        model, callback = make_model(), finch()
+        given = {"optimizers": (torch.optim.AdamW(model.parameters(), lr=3e-3), None), "learning_rate": rate}
+        trainer = make_trainer(tmp_path / "own", callback, model=model, **{**SAVED, **given, "max_steps": steps})
+        trainer.train(resume_from_checkpoint=steps == 3 or None)
+        assert callback.schedule.eta_base == 3e-3
+
+
 def test_resume_needs_a_checkpoint_of_finch(tmp_path):
     make_trainer(tmp_path / "run", **SAVED).train()
     trainer = make_trainer(tmp_path / "run", finch(), **{**SAVED, "max_steps": 4})
@@ -300,6 +326,10 @@ def sft(folder: Any, callback: FinchCallback, *, compute_loss_func: Any = None, 
 # Mistakes
 
 
+def lora(model: Any) -> Any:
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+
+
 def test_scheduler_other_than_constant_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"^lr_scheduler_type=linear: .*lr_scheduler_type='constant'"):
         make_trainer(tmp_path, finch(), lr_scheduler_type="linear")
@@ -310,6 +340,38 @@ def test_scheduler_other_than_constant_is_refused(tmp_path):
     linear = transformers.get_linear_schedule_with_warmup(optimizer, 0, 9)
     with pytest.raises(UserError, match=r"^lr_scheduler=LambdaLR: FINCH is the only one to set"):
         make_trainer(tmp_path, finch(), model=model, optimizers=(optimizer, linear))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"optim": "galore_adamw_layerwise"}, "galore_adamw_layerwise"),
+        ({"optim": "adalomo"}, "adalomo"),
+        ({"optimizers": (LayerWiseDummyOptimizer(lr=ETA_BASE), None)}, "layerwise"),
+    ],
+)
+def test_optimizer_that_steps_in_the_backward_is_refused(changes, name, tmp_path):
+    with pytest.raises(UserError, match=f"^optim={name}: it updates the weights inside the backward"):
+        make_trainer(tmp_path, finch(), **changes)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, lora, torch.compile], ids=["plain", "lora", "compiled"])
+@pytest.mark.parametrize("head", ["TokenClassification", "SequenceClassification", "QuestionAnswering"])
+def test_model_without_a_causal_loss_is_refused(head, wrap, tmp_path, monkeypatch):
+    peft_without_torchao(monkeypatch)
+    kind = getattr(transformers, f"LlamaFor{head}")
+    own = type("Own", (kind,), {})  # as a user's, or FSDP2's
+    with pytest.raises(UserError, match=r"^model=Own: FINCH follows a causal LM's token loss; use FinchLR with your"):
+        make_trainer(tmp_path, finch(), model=wrap(own(make_model().config)))
+    make_trainer(tmp_path, finch(), model=wrap(make_model()))
+
+
+def test_sequence_to_sequence_model_is_refused(tmp_path):
+    """Its labels are not shifted."""
+    sizes = {"vocab_size": 64, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    with pytest.raises(UserError, match=r"^model=T5ForConditionalGeneration: FINCH follows a causal LM's token loss"):
+        make_trainer(tmp_path, finch(), model=model)
 
 
 def test_finch_twice_is_refused(tmp_path):
@@ -365,6 +427,36 @@ def test_labels_that_do_not_arrive_are_named(tmp_path):
         train(tmp_path, finch(), cls=Own)
 
 
+class OwnLoader(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return [collate(ROWS[start : start + 3]) for start in range(0, 12, 3)]
+
+
+class ReadyBatches(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(OwnLoader.get_train_dataloader(self), batch_size=None)
+
+
+@pytest.mark.parametrize("batch", [{}, []], ids=["no labels", "no dict"])
+def test_pass_over_rows_without_labels_names_them(batch, tmp_path):
+    class Collated(Trainer):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "data_collator": lambda rows: batch})
+
+    with pytest.raises(UserError, match=r"^labels: they did not reach the model"):
+        train(tmp_path, finch(init="dataset"), cls=Collated)
+
+
+@pytest.mark.parametrize(("cls", "name"), [(OwnLoader, "list"), (ReadyBatches, "DataLoader")])
+def test_loader_of_ready_batches(cls, name, tmp_path):
+    trainer = train(tmp_path, finch(), cls=cls)
+    assert logged(trainer, "learning_rate") == pytest.approx(
+        finch_rates(logged(trainer), ETA_BASE, ETA_MAX, 4.0), rel=1e-6
+    )
+    with pytest.raises(UserError, match=rf"^init=dataset: the {name} of training has batches, not rows"):
+        train(tmp_path, finch(init="dataset"), cls=cls)
+
+
 def test_run_that_was_interrupted_leaves_the_model_to_others(tmp_path):
     class Interrupting(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -412,6 +504,38 @@ def test_a_stream_is_replayed_to(tmp_path):
         found.append([logged(trainer, key) for key in ("loss", "replay_kl")])
     assert found[0] == found[1]
     assert found[0][1][1] > 0
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_replayed_rows_are_a_share_of_the_batch_of_all_ranks(is_split):
+    replay, found = SelfReplay(share=0.5), []
+    replay._answers = own_answers(make_model(), [[1], [5, 2]], stop_tokens=[3], max_new_tokens=2)
+    replay._micro_batches = None
+    for rank in range(2):
+        options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "device": "cpu"}
+        options |= {"world_size": 2, "process_index": rank, "auto_find_batch_size": False}
+        config = SimpleNamespace(split_batches=is_split)
+        args: Any = SimpleNamespace(**options, accelerator_config=config)
+        replay.on_step_begin(args, SimpleNamespace(global_step=0))  # type: ignore[arg-type]
+        found += replay._shares
+    assert sum(map(len, found)) == (4 if is_split else 8)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_resumed_run_replays_in_each_micro_batch_of_its_epochs(skips, tmp_path):
+    """Three micro-batches in steps of two: the second of an epoch has one. A run that skips no rows starts an epoch anew."""
+    replay, counts = SelfReplay(prompts=["a", "b"], max_new_tokens=2, share=1.0), []
+
+    class Counting(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            counts.append(len(replay._shares))
+
+    for steps, resumed in ((1, None), (5, True)):
+        changes = {"save_strategy": "steps", "save_steps": 1, "max_steps": steps, "ignore_data_skip": skips}
+        trainer = make_trainer(tmp_path, finch(), replay, Counting(), rows=ROWS[:9], **changes)
+        trainer.processing_class = trainer.callback_handler.processing_class = tokenizer_of_words()
+        trainer.train(resume_from_checkpoint=resumed)
+    assert counts == ([2, 2, 1, 2, 1] if skips else [2, 1, 2, 1, 2])
 
 
 def test_a_smaller_batch_that_is_tried_replays_the_first_models_answers(tmp_path):
@@ -545,6 +669,15 @@ def test_forgetting_is_logged_and_bounded(tmp_path, caplog):
     sparse = measured(tmp_path / "sparse", every_n_steps=4)
     sparse.train()
     assert list(forgotten(sparse)) == [0, 4, 6]
+
+
+def test_model_that_cannot_answer_is_named(tmp_path):
+    model = transformers.LlamaForSequenceClassification(make_model().config)
+    for callback in (SelfReplay(), ForgettingCallback(None, prompts=["a"])):
+        trainer = make_trainer(tmp_path, callback, model=model)
+        trainer.processing_class = trainer.callback_handler.processing_class = tokenizer_of_words()
+        with pytest.raises(UserError, match=r"^model=LlamaForSequenceClassification: it has no generate"):
+            trainer.train()
 
 
 def test_mistakes_of_measuring_are_named(tmp_path):

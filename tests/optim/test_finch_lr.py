@@ -54,14 +54,15 @@ def test_finch_lr_equals_the_papers_equation(make, ema, init):
 
 @pytest.mark.parametrize("eta_base", [None, 0.03])
 def test_finch_lr_keeps_the_groups_ratio_under_the_cap(eta_base):
-    """eta_base overrides the first group's rate."""
-    first, second = optimizer_with(1e-3, 1e-4), optimizer_with(5e-4)
+    """The cap is the first group's: another one's rate may lie above it. eta_base overrides the first group's rate."""
+    first, second = optimizer_with(1e-3, 1e-2), optimizer_with(5e-4)
     schedule = FinchLR([first, second], eta_base=eta_base, eta_max=0.05, init=1.5, ema=0.0)
     for loss in (1.0, 1e-4):
         schedule.step(loss)
         eta = min((eta_base or 1e-3) / math.sqrt(loss + 1e-8), 0.05)
-        assert schedule.get_last_lr() == pytest.approx([eta, eta / 10, eta / 2])
+        assert schedule.get_last_lr() == pytest.approx([eta, 10 * eta, eta / 2])
         assert [group["lr"] for group in first.param_groups] == schedule.get_last_lr()[:2]
+    assert first.param_groups[1]["lr"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("make", [optimizer_with, fused_with_tensor], ids=["host", "tensor"])

@@ -5,8 +5,10 @@ import math
 import re
 import warnings
 
+import accelerate
 import pytest
 import torch
+from helpers.ranks import on_ranks
 from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, SequentialLR
 
 from finch import FinchLR
@@ -135,6 +137,46 @@ def test_order_of_steps_is_watched(optimizer, schedule, order, expected):
     assert all(text.startswith(expected) for text in caught)
     copied = copy.deepcopy(optimizer)  # a copy is not watched, and can be stepped
     assert run(schedule, copied, "OOOO") == []
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("SOSOSOSO", None),
+        ("SoooOSoooOSoooOSoooO", None),
+        ("SoSOSoSOSoSO", "FinchLR.step(loss) is called 2 times for each optimizer.step()"),
+        ("OSOSOSOS", "optimizer.step() has come before FinchLR.step(loss)"),
+    ],
+)
+def test_order_of_steps_is_watched_under_accelerate(optimizer, order, expected):
+    """o: a step that Accelerate's wrapper passes over, of a micro-batch that is not the last."""
+    wrapper = accelerate.Accelerator(cpu=True).prepare(optimizer)
+    schedule, caught = FinchLR(wrapper, eta_max=1.0), []
+    for letter in order:
+        wrapper.gradient_state._set_sync_gradients(letter != "o")
+        caught += run(schedule, wrapper, letter.upper())
+    assert len(caught) == (expected is not None)
+    assert all(text.startswith(expected) for text in caught)
+
+
+def test_loss_that_is_a_dtensor_counts_whole(tmp_path):
+    """A partial one holds another value on each rank."""
+    code = """
+        from finch import FinchLR
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+        mesh, told = init_device_mesh("cpu", (2,)), []
+        for fused in (False, True):
+            for placement in (Partial("avg"), Replicate()):
+                own = 2.0 * mesh.get_rank() + 3.0 if placement.is_partial() else 4.0
+                lr = torch.tensor(1e-3) if fused else 1e-3
+                schedule = FinchLR(torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=lr, fused=fused), eta_max=1.0)
+                count = DTensor.from_local(torch.tensor(mesh.get_rank()), mesh, [Partial("sum")])
+                assert schedule.step(DTensor.from_local(torch.tensor(own), mesh, [placement]), count)
+                told.append(schedule.get_last_lr()[0])
+        tell(told)
+    """
+    assert on_ranks(2, code, tmp_path) == [[pytest.approx(5e-4, rel=1e-6)] * 4] * 2
 
 
 def test_scaled_loss_is_one_warning(schedule):
