@@ -222,8 +222,8 @@ def load_tensors(
     except CheckpointException as error:
         reason = " ".join(str(next(iter(error.failures.values()), (error,))[0]).split())[:200]
         raise UserError(
-            f"resume_from_checkpoint: {folder} belongs to a run with other tensors ({reason}); give that run's config, its optimizer's options "
-            "included, or another output_dir"
+            f"resume_from_checkpoint: {folder} cannot be loaded into this config's model and optimizer ({reason}); give that run's config, the optimizer's "
+            "options included, or another output_dir"
         ) from error
     set_optimizer_state_dict(model, optimizers, {"state": tensors["optimizer"], "param_groups": groups})
 

@@ -102,7 +102,7 @@ def test_load_tensors_names_a_checkpoint_without_shards(tmp_path):
     (folder,) = save_steps(tmp_path, 1)
     (folder / "__0_0.distcp").unlink()
     model, optimizer = train(0, 1)
-    with pytest.raises(UserError, match="step_1 cannot be read"):
+    with pytest.raises(UserError, match="step_1 cannot be loaded into this config's model and optimizer"):
         load_tensors(folder, model, [optimizer], ONE_PROCESS)
 
 

@@ -59,7 +59,7 @@ def test_step_equals_plain_float64_torch_on_every_layout(ranks, micro_batches, r
         changes |= {"self_replay": replay, "max_steps_per_epoch": 3}
     config = make_config(base_folder, rows, tmp_path / "run", epochs=2, **changes)
     run = finished(tmp_path, config, ranks=ranks)
-    assert "3 of 30 samples have no target token" in run.output
+    assert "3 of 30 rows have no target token" in run.output
     reference, trained_weights = _float64_reference(base_folder, config)
     for name, expected in reference.items():
         assert run.column(name) == pytest.approx(expected, rel=1e-12 if replay is None else 2e-11), name

@@ -247,7 +247,10 @@ def test_a_run_keeps_the_rows_that_it_is_validated_on(tiny, tmp_path):
     )
     config |= {"dataset_validation": None, **resumed[0]}
     other = run_here(tmp_path / "a", config, *resumed[1:], "optimizer.amsgrad=True")
-    assert "belongs to a run with other tensors (Missing key in checkpoint state_dict: optimizer" in other.error()
+    assert (
+        "cannot be loaded into this config's model and optimizer (Missing key in checkpoint state_dict: optimizer"
+        in other.error()
+    )
     finished(tmp_path / "a", config, *resumed[1:])
 
 
