@@ -427,14 +427,14 @@ def test_labels_that_do_not_arrive_are_named(tmp_path):
         train(tmp_path, finch(), cls=Own)
 
 
-class OwnLoader(Trainer):
+class UserLoader(Trainer):
     def get_train_dataloader(self) -> Any:
         return [collate(ROWS[start : start + 3]) for start in range(0, 12, 3)]
 
 
 class ReadyBatches(Trainer):
     def get_train_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(OwnLoader.get_train_dataloader(self), batch_size=None)
+        return torch.utils.data.DataLoader(UserLoader.get_train_dataloader(self), batch_size=None)
 
 
 @pytest.mark.parametrize("batch", [{}, []], ids=["no labels", "no dict"])
@@ -447,7 +447,7 @@ def test_pass_over_rows_without_labels_names_them(batch, tmp_path):
         train(tmp_path, finch(init="dataset"), cls=Collated)
 
 
-@pytest.mark.parametrize(("cls", "name"), [(OwnLoader, "list"), (ReadyBatches, "DataLoader")])
+@pytest.mark.parametrize(("cls", "name"), [(UserLoader, "list"), (ReadyBatches, "DataLoader")])
 def test_loader_of_ready_batches(cls, name, tmp_path):
     trainer = train(tmp_path, finch(), cls=cls)
     assert logged(trainer, "learning_rate") == pytest.approx(
