@@ -60,8 +60,9 @@ def reply(model, tokenizer):
 
 
 def test_auto_on_smollm2_equals_transformers(run, reference):
+    # In fp32: 1.1e-5 apart on one kind of CPU, below 1e-5 on another.
     for column in ("loss", "ema_loss"):
-        assert run.column(column) == pytest.approx(reference[0][column], rel=1e-5)
+        assert run.column(column) == pytest.approx(reference[0][column], rel=3e-5)
 
 
 def test_auto_on_smollm2_exports_a_model_that_chats_alike(run, reference):
