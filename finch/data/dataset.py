@@ -143,13 +143,13 @@ class Samples(Dataset[Any]):
 
 
 def _row_by_row(sample: dict[str, Any]) -> dict[str, Any]:
-    """The sample; in a pack each row has positions of its own, and its first token is no target, since the token before it is another row's."""
+    """The sample; in a pack each row's positions start at 0, and its first token is no target, since the token before it is another row's."""
     if "seq_lens" not in sample:
         return sample
     starts = torch.as_tensor(sample["seq_lens"]).cumsum(0)[:-1]
     sample = {**sample, "labels": torch.as_tensor(sample["labels"]).index_fill(0, starts, IGNORE_INDEX)}
     if "input_pos" in sample:
-        # torchtune's go on from the pack in which a split row began, modulo max_seq_len: they would wrap within the row.
+        # torchtune continues those of a split row from the pack before, modulo max_seq_len: they would wrap within the row.
         *others, last = row_lengths(sample)
         last = len(sample["labels"]) - sum(others)  # with the padding, whose positions go on
         sample["input_pos"] = torch.cat([torch.arange(number) for number in (*others, last)])

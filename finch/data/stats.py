@@ -219,7 +219,8 @@ def collect_stats(samples: Samples, rank: int, ranks: int, max_seq_len: int | No
             stats.add_bad(samples.reason(index, cause), RowCount(1, [samples.row(index)]))
             continue
         is_target = sample["labels"][1:] != IGNORE_INDEX  # nothing predicts the first token
-        stats.num_targets += int(is_target.sum())
+        targets = int(is_target.sum())
+        stats.num_targets += targets
         stats.max_token = max(stats.max_token, int(sample["tokens"].max(initial=0)))
         sample_lengths[index] = len(sample["labels"])
         parts = (sample[key].tobytes() for key in _CONTENT if key in sample)
@@ -235,10 +236,10 @@ def collect_stats(samples: Samples, rank: int, ranks: int, max_seq_len: int | No
             if limit is not None and length >= limit:
                 stats.truncated.add(samples.row(index, position))
         tokens = sample["tokens"]
-        twice = (tokens[1:] == tokens[:-1]) & (is_target | (np.arange(len(is_target)) == 0))
-        is_doubled = not ends.isdisjoint(tokens[1:][twice].tolist())
+        repeated = np.flatnonzero(tokens[1:] == tokens[:-1]).tolist()  # few
+        is_doubled = any(tokens[each] in ends and (is_target[each] or each == 0) for each in repeated)
         is_empty = isinstance(data, Rows) and data.is_empty(local_index)
-        found = (stats.without_targets, not is_target.any()), (stats.empty, is_empty), (stats.doubled, is_doubled)
+        found = (stats.without_targets, targets == 0), (stats.empty, is_empty), (stats.doubled, is_doubled)
         for rows, is_so in found:
             if is_so:
                 rows.add(samples.row(index))

@@ -56,7 +56,8 @@ class TokenizedRows:
     """
 
     def __init__(self, table: pa.Table) -> None:
-        self._tokens, self._targets, errors, self._unused, self._empty = map(table.column, _SCHEMA.names)
+        self._tokens, self._targets, errors, self._unused, empty = map(table.column, _SCHEMA.names)
+        self._empty = set(pa.compute.indices_nonzero(empty).to_pylist())
         bad = pa.compute.indices_nonzero(errors.is_valid()).to_pylist()
         self._errors: dict[int, str] = {index: errors[index].as_py() for index in bad}
 
@@ -80,7 +81,7 @@ class TokenizedRows:
         return self._errors.get(index)
 
     def is_empty(self, index: int) -> bool:
-        return bool(self._empty[index].as_py())
+        return index in self._empty
 
     def most_answers(self) -> int:
         """The first row with most parts that are targets."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from finch.optim.finch_lr import FinchLR, whole
+from finch.optim.finch_lr import FinchLR, full_value
 
 
 def has_ranks() -> bool:
@@ -61,7 +61,7 @@ class MeanLoss:
                 f"MeanLoss.update(loss_sum, num_targets): one is a DTensor with placements={layouts[0]}, the other is none; pass its to_local() "
                 "with this rank's part, or its full_tensor() with that of all ranks"
             )
-        loss_sum, num_targets = whole(loss_sum), whole(num_targets)
+        loss_sum, num_targets = full_value(loss_sum), full_value(num_targets)
         device = loss_sum.device if isinstance(loss_sum, torch.Tensor) else None
         dtype = torch.float32 if device is not None and device.type == "mps" else torch.float64
         targets = torch.as_tensor(num_targets, device=device, dtype=dtype).detach()

@@ -160,7 +160,7 @@ class FinchLR:
                 "afterwards and without a loss: pass finch.integrations.transformers.FinchCallback to the Trainer instead; torch's "
                 f"{_COMBINED} do as well: {_WARM_UP}"
             )
-        loss, targets = whole(loss), whole(targets)
+        loss, targets = full_value(loss), full_value(targets)
         is_loss = loss.is_floating_point() if isinstance(loss, torch.Tensor) else _is_float(loss)
         if not is_loss:
             raise TypeError(
@@ -430,9 +430,9 @@ class _StepOrder:
         self._losses = 0
 
 
-def whole(value: Any) -> Any:
+def full_value(value: Any) -> Any:
     """The full tensor of a DTensor, detached, a collective of its mesh; any other value as it is."""
-    # By its method, since DTensor's module is slow to import and not in every build of torch.
+    # As finch.base.dtensor.full_tensor, but by its method: that module imports DTensor's, which is slow and not in every build of torch.
     return value.detach().full_tensor() if hasattr(value, "full_tensor") else value
 
 

@@ -32,15 +32,15 @@ def test_dtensors_count_whole(tmp_path):
         mesh, mean = init_device_mesh("cpu", (2,)), MeanLoss()
         def of(value, placement):
             return DTensor.from_local(torch.tensor(value), mesh, [placement])
-        loss, told = of(1.0 + 2 * mesh.get_rank(), Partial("sum")), []
+        loss, found = of(1.0 + 2 * mesh.get_rank(), Partial("sum")), []
         for pair in ((loss, of(5, Partial("sum"))), (loss, of(10, Replicate())), (of(4.0, Replicate()), 10), (loss.to_local(), 5)):
             mean.update(*pair)
-            told.append(float(mean.compute()[0]))
+            found.append(float(mean.compute()[0]))
         try:
             mean.update(loss, 5)
         except TypeError as error:
-            told.append(str(error))
-        tell(told)
+            found.append(str(error))
+        tell(found)
     """
     for *means, message in on_ranks(2, code, tmp_path):
         assert means == [0.4] * 4

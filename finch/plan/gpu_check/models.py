@@ -18,6 +18,7 @@ from torchtune.datasets import PackedDataset
 
 from finch.config.instantiate import build, find_config, load_config
 from finch.config.parser import read
+from finch.config.schema import ROWS
 from finch.models.families import SIZES
 from finch.models.qwen3 import SIZE_0_6B, SIZE_4B, qwen3_tune_to_hf
 from finch.objectives import IGNORE_INDEX
@@ -130,7 +131,7 @@ def write_config(folder: Path, model: Model, name: str = "config", **changes: An
         "output_dir": str(folder / "run"),
         "model_dir": str(folder / "base"),
         "model": model.block,
-        "dataset": {"_component_": "finch.data.rows.rows_dataset", "data_files": str(folder / "rows.jsonl")},
+        "dataset": {"_component_": ROWS, "data_files": str(folder / "rows.jsonl")},
         "dataset_validation": None,
         "lr_scheduler": {**shipped["lr_scheduler"], "init": 3.0},
         "batch_size": BATCH,

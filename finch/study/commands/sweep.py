@@ -258,7 +258,7 @@ def compose(
     if names := [job.cell.name for job in jobs.values() if _NO_AVERAGE in job.cell.adapted and job.cell.kind == RUN]:
         logger.warning(
             f"{len(names)} of {len(jobs)} cells are compared before their average, such as {names[0]}: they train with {_NO_AVERAGE}; "
-            "method: wise_ft+METHOD adds the average as a cell of its own"
+            "method: wise_ft+METHOD adds the average as another cell"
         )
     names = [job.cell.name for job in jobs.values() if not job.has_validation]
     if names:
