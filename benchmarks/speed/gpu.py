@@ -18,6 +18,7 @@ import json
 import os
 import resource
 import runpy
+import shutil
 import sys
 import tempfile
 import time
@@ -158,19 +159,23 @@ def _time_plans(check: Check) -> None:
     torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
-def choose_model(check: Check, dtype: str) -> Model | None:
-    """The largest model whose step fits by the formula; says so where that is not the first."""
+def choose_model(check: Check, dtype: str, disk_factor: int = 0) -> Model | None:
+    """The largest model whose step fits by the formula, and ``disk_factor`` times its weights the disk; says so where that is not the first."""
     candidates = (TINY["Q"],) if check.device == "cpu" else LARGE
+    disk = shutil.disk_usage(check.folder).free
     for model in candidates:
         cfg = step_config(check.folder, model, device=check.device, dtype=dtype)
         decoder = decoder_on_meta(cfg, precision_of(dtype))[0]
         needed = int(_ROOM * memory_by_formula(decoder, cfg, Rows(), ranks=1)["peak"]) + _CONTEXT_BYTES
         free = torch.cuda.mem_get_info()[0] if check.device == "cuda" else needed
-        if needed <= free:
+        weights = disk_factor * sum(weight.nbytes for weight in decoder.parameters())
+        if needed <= free and weights <= disk:
             number = sum(weight.numel() for weight in decoder.parameters())
             check.measured("model", model.name, note=f"{number:,} parameters, random weights, {dtype}")
             return model
         sizes = f"needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+        if weights > disk:
+            sizes = f"needs {weights / 1e9:.1f} GB of disk, {disk / 1e9:.1f} GB are free"
         remedy = "too little for any model" if model is candidates[-1] else "the next smaller model is taken"
         check.not_run(model.name, f"{sizes}: {remedy}")
     return None

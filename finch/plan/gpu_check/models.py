@@ -149,11 +149,12 @@ def step_config(folder: Path, model: Model, **changes: Any) -> Any:
     return read(["--config", write_config(folder, model, **changes)])
 
 
-def write_base(folder: Path, model: Model) -> None:
-    """``base``, a pretrained folder of a Qwen3, and ``rows.jsonl``, question-answer rows of unequal lengths."""
+def write_base(folder: Path, model: Model, weights: Weights | None = None) -> None:
+    """``base``, a pretrained folder of a Qwen3, and ``rows.jsonl``, question-answer rows of unequal lengths; without ``weights`` the initial ones."""
     base = folder / "base"
     base.mkdir()
-    stored = {name: weight.contiguous() for name, weight in qwen3_tune_to_hf(initial_weights(model)).items()}
+    tuned = initial_weights(model) if weights is None else weights
+    stored = {name: weight.contiguous() for name, weight in qwen3_tune_to_hf(tuned).items()}
     save_file(stored, base / "model.safetensors", metadata={"format": "pt"})
     kind = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     (base / "config.json").write_text(json.dumps({**kind, **model.huggingface_config()}), encoding="utf-8")

@@ -14,7 +14,7 @@ from finch_full_finetune import FinchFullFinetune
 
 from finch.base import run_files
 from finch.config.parser import read
-from finch.plan.gpu_check.models import TINY, initial_weights, random_rows, step_config, write_base, write_config
+from finch.plan.gpu_check.models import TINY, Model, initial_weights, random_rows, step_config, write_base, write_config
 from finch.plan.gpu_check.plain_model import plain_logits, plain_step, worst_loss
 from finch.plan.gpu_check.processes import Ranks
 from finch.plan.gpu_check.report import Check
@@ -55,7 +55,7 @@ def train(config: str) -> None:
     run_recipe(FinchFullFinetune, read(["--config", config]))
 
 
-def job(check: Check, name: str, *, ranks: int = 1, **changes: Any) -> str:
+def job(check: Check, name: str, *, model: Model = _MODEL, ranks: int = 1, **changes: Any) -> str:
     """The config of a run of 12 steps in the phase's folder, with asynchronous saves."""
     options: dict[str, Any] = {
         "output_dir": str(check.folder / name),
@@ -67,7 +67,7 @@ def job(check: Check, name: str, *, ranks: int = 1, **changes: Any) -> str:
         "device": check.device,
         "dtype": "fp32",
     }
-    return write_config(check.folder, _MODEL, name, **options, **changes)
+    return write_config(check.folder, model, name, **{**options, **changes})
 
 
 def kill_hook(rank: int = 0) -> dict[str, Any]:
