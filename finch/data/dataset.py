@@ -20,6 +20,7 @@ from finch.data.formats import LABELS, format_of
 from finch.data.order import EMPTY
 from finch.data.row_files import SOURCES, check_arguments, nodes_of
 from finch.data.rows import files_and_source, load_from_hub, load_table, reason_of
+from finch.distributed.parallel import Parallel
 from finch.objectives import IGNORE_INDEX
 
 STATISTICS = ("tokens", "labels", "input_pos", "seq_lens")
@@ -104,6 +105,13 @@ class Samples(Dataset[Any]):
         if tokenized is None or tokenized.error(local_index) is not None:
             return {name: np.asarray(value) for name, value in self[index].items() if name in STATISTICS}
         return tokenized.arrays(local_index)
+
+    def check_ranks(self, parallel: Parallel) -> None:
+        """Raises UserError, on every rank, if the ranks have read other rows; a collective."""
+        parts = [getattr(_table_of(data)[0], "parts", ()) for data, _ in self.parts]
+        # Of files size and hash; the hub's fingerprints depend on the cache's folder.
+        contents = [[getattr(part, "key", len(part)) for part in each] for each in parts]
+        parallel.require_equal(f"rows of {self.key}", (len(self), contents))
 
     def part_of(self, index: int) -> tuple[Any, int, str]:
         """The dataset that a row belongs to, the row's index there, and where it comes from."""

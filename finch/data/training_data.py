@@ -58,6 +58,8 @@ class TrainingData:
         self.samples = load_dataset(cfg, "dataset", tokenizer)
         sets = validation_sets(cfg.dataset_validation).items()
         self.validations = {name: load_dataset({key: node}, key, tokenizer) for name, (key, node) in sets}
+        for each in (self.samples, *self.validations.values()):
+            each.check_ranks(parallel)
         self.mixture = mix(cfg, self.samples, seed)
         if self.mixture is not None:
             logger.info(f"dataset: {self.mixture.describe([source for _, source in self.samples.parts])}")

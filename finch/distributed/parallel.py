@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,6 +100,17 @@ class Parallel:
         # Bit patterns, so that a NaN equals itself.
         if any(not torch.equal(other.view(torch.uint8), gathered[0].view(torch.uint8)) for other in gathered):
             raise RuntimeError(f"{name} differs between ranks: {[other.tolist() for other in gathered]}")
+
+    def require_equal(self, what: str, value: Any) -> None:
+        """Compares a small Python object over the ranks. Raises UserError on each of them, which says ``what`` differs, if one has another than rank
+        0: a node's disk may hold an older copy of a file."""
+        gathered = self.gather_all_ranks((platform.node(), value))
+        if (
+            rank := next((rank for rank, (_, other) in enumerate(gathered) if other != gathered[0][1]), None)
+        ) is not None:
+            raise UserError(
+                f"rank {rank} on {gathered[rank][0]} has other {what} than rank 0 on {gathered[0][0]}; give all nodes the same files and config"
+            )
 
     def gather(self, value: Any) -> list[Any]:
         """``value`` of every data-parallel rank, in rank order; anything that can be pickled."""

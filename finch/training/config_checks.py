@@ -116,6 +116,12 @@ def check_combinations(cfg: DictConfig, device: torch.device, ranks: int | None 
         )
     if precision_of(cfg.dtype).stochastic:
         stochastic_optimizer(cfg.optimizer)
+    if precision_of(cfg.dtype).stochastic or cfg.optimizer.get("bf16_stochastic_round"):
+        for key in ("data_parallel_replicate_dim", "tensor_parallel_dim"):
+            if cfg[key] > 1:
+                raise UserError(
+                    f"{key}={cfg[key]} excludes stochastic rounding, which would round the copies of a weight apart; set {key}=1, or dtype=bf16_mixed"
+                )
     if cfg.enable_activation_offloading and device.type != "cuda":
         raise UserError("enable_activation_offloading=True needs device=cuda; set it to False")
     if cfg.enable_activation_offloading and not cfg.enable_activation_checkpointing:

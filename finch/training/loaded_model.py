@@ -29,6 +29,7 @@ from finch.training.chunked_loss import TokenLoss
 from finch.training.model import compile_backend, compile_layers, decoder_on_meta, use_fast_rotary, use_fused_norm
 from finch.training.optimizer import optimizer_bytes
 from finch.training.padding_free_attention import DESCRIPTIONS, accept_padding_free, choose_way
+from finch.training.reference import fingerprint_of
 from finch.weights.formats import open_checkpoint
 from finch.weights.huggingface import PretrainedFolder
 from finch.weights.peft import PeftFolder
@@ -108,7 +109,10 @@ class LoadedModel:
         )
 
     def check_room(self, parallel: Parallel) -> None:
-        """Raises UserError, on all ranks, if a GPU has less free memory than weights and optimizer states take there; a collective."""
+        """Raises UserError, on all ranks, if one has other pretrained weights, or a GPU less free memory than weights and optimizer states take
+        there; a collective."""
+        if parallel.world_size > 1:
+            parallel.require_equal("pretrained weights", fingerprint_of(self.base.files, 0, {}))
         if self._cfg.fsdp_cpu_offload:
             return
         weights, bytes_of = list(self.decoder.parameters()), optimizer_bytes(self._cfg, self._precision)

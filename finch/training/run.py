@@ -29,6 +29,7 @@ from finch.base.log import logger
 from finch.checkpoint import manifest
 from finch.checkpoint import reader as checkpoint
 from finch.config.instantiate import build, component_of
+from finch.config.schema import affecting
 from finch.data.prompts import Prompts
 from finch.data.training_data import TrainingData
 from finch.distributed import watchdog
@@ -44,6 +45,8 @@ from finch.weights.files import is_whole, side_files
 
 ACQUIRE_TIMEOUT_S = 5.0  # a holder that has been killed may take a moment to exit
 _DATE = "tokenizer.date"
+_WITH_PATHS = {"checkpointer", "dataset", "dataset_validation", "hooks", "model", "probes", "self_replay", "tokenizer"}
+"""Blocks that may name other folders on other nodes; what is in these is compared where it has been read."""
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -115,6 +118,8 @@ class Run:
         """Locks the folder if it exists, and verifies the checkpoint to resume from; a collective. Call it before a metric logger is built,
         whose files are not an earlier run's. Raises UserError if another run holds the folder, it cannot be written, or every checkpoint
         is damaged."""
+        settings: Any = OmegaConf.to_container(self._cfg, resolve=True)
+        parallel.require_equal("settings", {key: settings.get(key) for key in affecting("result") - _WITH_PATHS})
         if self.is_writer and self.path.is_dir():
             with self._os_error_as_user_error():
                 self._lock.acquire()

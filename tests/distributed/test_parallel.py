@@ -21,6 +21,7 @@ def test_parallel_needs_no_group_in_one_process():
     assert alone.all_reduce_sum_(values) is values
     assert alone.gather("x") == ["x"]
     alone.check_equal("x", values)
+    alone.require_equal("x", 1)
     model = nn.Linear(2, 2)
     fsdp.shard_model(model, [], alone)
     assert type(model) is nn.Linear

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 
 import datasets
 import pytest
@@ -9,6 +10,7 @@ import torch
 from helpers.evaluation import read_lines
 from helpers.rows import write_lines
 from helpers.runs import LORA, LORA_MODEL, finished, llama_args, mixed, run_here, run_ranks
+from safetensors.torch import load_file, save_file
 from torchtune.models.llama2 import llama2
 
 from finch.base import run_files
@@ -103,6 +105,8 @@ def error_of(tmp_path):
         ("plain", "validate_every_n_steps=2", "validate_every_n_steps=2 needs dataset_validation; set it"),
         ("plain", "tensor_parallel_dim=2", "tensor_parallel_dim=2 needs tensor_parallel_plan"),
         ("plain", "compile=True tensor_parallel_dim=2 tensor_parallel_plan=torchtune.models.llama3.base_llama_tp_plan", "compile=True excludes tensor_parallel_dim=2"),
+        ("plain", "dtype=bf16_stochastic data_parallel_replicate_dim=2", "data_parallel_replicate_dim=2 excludes stochastic rounding"),
+        ("plain", "~optimizer.fused optimizer=torchao.optim._AdamW optimizer.bf16_stochastic_round=True tensor_parallel_dim=2 tensor_parallel_plan=torchtune.models.llama3.base_llama_tp_plan", "tensor_parallel_dim=2 excludes stochastic rounding"),
         # The model
         ("plain", "model.intermediate_dim=40", "layers.0.mlp.w1.weight has shape [48, 32], the model expects [40, 32]"),
         ("lora", "model.lora_attn_modules=[q_proj,o_proj]", "model.lora_attn_modules names o_proj; torchtune's names are"),
@@ -225,6 +229,30 @@ def test_broken_row_of_one_rank_is_one_line(ranks, changes, config, tmp_path):
     file = config["dataset"]["data_files"]
     assert done.error().startswith(f"finch: error: dataset: row 21 of {file} cannot be used (KeyError: 'messages')")
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("what", ["rows of dataset", "pretrained weights", "settings"])
+def test_a_rank_that_reads_an_older_copy_is_named(what, config, base_folder, tmp_path):
+    """As on a node whose disk holds one: the others must not train with it without a word."""
+    config = config(batch_size=2)
+    for rank in (0, 1):
+        folder = tmp_path / f"disk_{rank}"
+        shutil.copytree(base_folder, folder)
+        shutil.copyfile(config["dataset"]["data_files"], folder / "rows.jsonl")
+    if what == "pretrained weights":
+        weights = load_file(tmp_path / "disk_1" / "model.safetensors")
+        weights["model.norm.weight"][0] += 1
+        save_file(weights, tmp_path / "disk_1" / "model.safetensors", {"format": "pt"})
+    elif what == "settings":
+        config["optimizer"]["lr"] = "${oc.decode:1e-${oc.env:RANK}}"
+    else:
+        first, *others = read_lines(tmp_path / "disk_1" / "rows.jsonl")
+        write_lines(tmp_path / "disk_1" / "rows.jsonl", {**first, "answer": "the bird"}, *others)
+    config["checkpointer"]["checkpoint_dir"] = str(tmp_path / "disk_${oc.env:RANK}")
+    config["dataset"]["data_files"] = str(tmp_path / "disk_${oc.env:RANK}" / "rows.jsonl")
+    done = run_ranks(2, tmp_path, config)
+    assert re.match(f"finch: error: rank 1 on .* has other {what} than rank 0 on ", done.error())
+    assert "parameters loaded" not in done.output
 
 
 def test_process_group_is_not_stopped_after_an_error(config, tmp_path, monkeypatch):
