@@ -34,6 +34,7 @@ from finch.data.training_data import TrainingData
 from finch.distributed import parallel as distributed
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import precision_of
+from finch.evaluation.adapters import merge_folder
 from finch.evaluation.choice import Choice
 from finch.evaluation.foreign import offline, read_config_of
 from finch.evaluation.model_folders import relative_to
@@ -50,7 +51,6 @@ from finch.training.run import RunLock
 from finch.training.style import COLOURS, LESS_FORGOTTEN, MORE_LEARNED, new_panels
 from finch.weights.files import check_export, is_own
 from finch.weights.huggingface import HuggingFaceFolder
-from finch.weights.peft import merge_adapter
 
 MAX_EVALUATIONS = 6
 _MAX_TRAINING_ROWS = 128
@@ -271,7 +271,7 @@ class Averages:
         if self._parallel.is_rank_zero:
             try:
                 files.make_folder(self.out)
-                merge_adapter(self.base.folder, folder, self.out / _MERGED)
+                merge_folder(self.base.folder, folder, self.out / _MERGED)
             except UserError as error:
                 message = str(error)
         message = self._parallel.gather_all_ranks(message)[0]

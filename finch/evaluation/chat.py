@@ -23,6 +23,7 @@ from finch.data.prompts import context_limit, stop_tokens, user_prompt
 from finch.distributed import parallel as distributed
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import precision_of
+from finch.evaluation.adapters import merge_folder
 from finch.evaluation.average import UNUSED, read_config, tuned_folder
 from finch.evaluation.model_folders import has_average
 from finch.models.lora import without_lora
@@ -33,7 +34,6 @@ from finch.training.loaded_model import LoadedModel
 from finch.training.own_answers import generate
 from finch.weights.files import ADAPTER_CONFIG, check_export
 from finch.weights.huggingface import HuggingFaceFolder
-from finch.weights.peft import merge_adapter
 
 CLEAR = "/clear"
 _UNUSED = (*UNUSED, "dataset", "dataset_validation", "collate_fn", "loss", "probes", "forgetting_budget", "select_by")
@@ -85,7 +85,7 @@ class Chat:
             check_export(each, by_digest=verify)
         with tempfile.TemporaryDirectory(prefix="finch_chat_") as merged:
             if not (folder / HF_CONFIG).is_file():
-                merge_adapter(pretrained, folder, Path(merged) / "model")
+                merge_folder(pretrained, folder, Path(merged) / "model")
                 folder = Path(merged) / "model"
             self._models = [self._load(each) for each in (pretrained, folder)]
         self._limit = context_limit(getattr(self._models[0].decoder, "max_seq_len", None), self._tokenizer)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from finch.base.errors import UserError
 from finch.config.instantiate import did_you_mean
+from finch.distributed.parallel import launched_ranks
 from finch.evaluation.results import NEW, OLD, Sample
 from finch.evaluation.tasks.task import Records, Task
 
@@ -65,12 +68,19 @@ def custom_task(name: str, manager: Any, *, is_new: bool, has_chat_template: boo
 
 
 def _digest(parts: Mapping[str, Any]) -> str:
-    """Of all settings and documents: a task's file may change, and its rows."""
+    """Of all settings, documents and examples, and of the modules of its functions: a task's file may change, its rows, and what a function calls."""
     from finch.evaluation.loading import SHORT, hash_values  # here: torch is imported only where a task is loaded
 
     settings = {name: {**part.dump_config(), "metadata": None} for name, part in parts.items()}  # it has the data root
     documents = [str(document) for part in parts.values() for document in part.eval_docs]
-    return hash_values(re.sub(r" at 0x[0-9a-f]+", "", repr(settings)), documents)[:SHORT]  # functions have addresses
+    shots = [str(each) for part in parts.values() if part.config.num_fewshot for each in part.fewshot_docs() or ()]
+    if shots and launched_ranks() > 1:  # each draws examples for its own documents
+        shots.append(f"{launched_ranks()} ranks")
+    functions = [value for part in parts.values() for value in vars(part.config).values() if inspect.isfunction(value)]
+    files = sorted({file for function in functions if (file := inspect.getsourcefile(function))})
+    values = [Path(file).read_text(encoding="utf-8") for file in files], shots
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(settings))  # functions have addresses
+    return hash_values(text, documents, *filter(None, values))[:SHORT]
 
 
 def _samples(records: Records, metric: str) -> list[Sample]:
@@ -85,6 +95,10 @@ def _samples(records: Records, metric: str) -> list[Sample]:
                 if not isinstance(score, int | float):
                     raise UserError(
                         f"document {number}: {metric} is no number ({score!r}); such a task cannot be compared"
+                    )
+                if not 0 <= score <= 1:
+                    raise UserError(
+                        f"document {number}: {metric} is {score:g}, and scores are shown in percent; have process_results divide it, so that it lies between 0 and 1"
                     )
                 # Texts, or log-likelihoods.
                 responses = [each[0] if isinstance(each, tuple | list) else each for each in document["filtered_resps"]]

@@ -7,6 +7,7 @@ merged model answers faster.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -16,18 +17,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 
 from finch.base.errors import UserError
 from finch.base.log import logger
 from finch.config.instantiate import first_line
 from finch.distributed.parallel import Parallel, launched_rank, launched_ranks, local_device
 from finch.distributed.processes import die_with_parent
+from finch.evaluation.adapters import merge_in_memory
 from finch.evaluation.foreign import offline
 from finch.evaluation.model_folders import ModelFolder, weight_files
 from finch.models.chat_template import read_chat_template, try_template
 from finch.models.hf_config import CONFIG, read_config
-from finch.weights.peft import merge_layer, read_adapter
+from finch.weights.huggingface import GENERATION_CONFIG
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -97,7 +99,7 @@ def load_model(folder: ModelFolder, dtype: str, device: torch.device) -> PreTrai
     if missing := sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}):
         raise UserError(f"{folder} lacks weights of its model, such as {missing[0]}; give the complete folder")
     if folder.is_adapter:
-        merge_adapter(model, folder.path, str(folder))
+        merge_in_memory(model, folder.path, str(folder))
     model.eval()
     model.to(device)
     return model
@@ -176,31 +178,9 @@ def is_one_vocabulary(base: ModelFolder, tuned: Sequence[ModelFolder]) -> bool:
     return len({tokens(folder) for folder in (base, *tuned) if not folder.is_adapter}) == 1
 
 
-@torch.no_grad()
-def merge_adapter(model: nn.Module, folder: Path, label: str) -> None:
-    """Changes the model's weights in place.
-
-    Raises:
-        UserError: the adapter is damaged, of a kind that cannot be merged here, or does not fit the model.
-    """
-    scale, modules = read_adapter(folder, label)
-    embedding = next((module.weight for module in model.modules() if isinstance(module, nn.Embedding)), None)
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    for name, parts in modules.items():
-        if name not in linear:
-            raise UserError(
-                f"{label} is for {name}, which is not a linear layer of the base; give the model that it was trained on"
-            )
-        weight = linear[name].weight
-        if weight is embedding:
-            raise UserError(
-                f"{label} is for {name}, which shares its weight with the embedding; merge it with PEFT first"
-            )
-        weight.copy_(merge_layer(weight, parts, scale, f"{label} is for {name}"))
-
-
 def hash_weights(folder: ModelFolder) -> str:
-    """SHA-256 of a model's weights and config; of an adapter, of its files and of the model that it changes.
+    """SHA-256 of a model's weights and config, and of the tokens that end its answers where generation_config.json has others; of an adapter, of
+    its files and of the model that it changes.
 
     The names of the files do not count, so that a copy of the folder has the same hash.
     """
@@ -210,7 +190,18 @@ def hash_weights(folder: ModelFolder) -> str:
         for path in [*([] if one.is_adapter else [one.path / CONFIG]), *weight_files(one)]:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").hexdigest().encode())
+        ends = [_ends_of(one.path / name) for name in (CONFIG, GENERATION_CONFIG)]
+        if not one.is_adapter and ends[1] and ends[1] != ends[0]:
+            digest.update(repr(ends[1]).encode())
     return digest.hexdigest()
+
+
+def _ends_of(file: Path) -> list[int]:
+    """The ``eos_token_id`` of a config, in order; empty where the file or the key is missing, or unreadable."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") or []
+        return sorted(found if isinstance(found, list) else [found])
+    return []
 
 
 def hash_values(*values: Any) -> str:
@@ -221,7 +212,8 @@ def hash_values(*values: Any) -> str:
 def hash_prompts(tokenizer: PreTrainedTokenizerBase) -> str:
     """Of what makes tokens of a task's text."""
     # In earlier versions a chat had the tokens that the template does not write.
-    rules = ["added tokens"] if tokenizer.chat_template is not None and tokenizer.encode("") else []
+    adds, is_chat = bool(tokenizer.encode("")), tokenizer.chat_template is not None
+    rules = {(True, True): ["added tokens"], (False, False): ["no added tokens"]}.get((adds, is_chat), [])
     return hash_values(hash_vocabulary(tokenizer), tokenizer.chat_template, *rules)
 
 

@@ -25,7 +25,7 @@ _MAX_NUMBER = 1e9  # beyond it, squares of differences lose all digits
 NEW, OLD, RELIABILITY = "new", "old", "reliability"
 """Roles of a task: what was learned; abilities of the pretrained model, whose loss is forgetting; truthfulness and confidence."""
 
-POINTS, NATS = "points", "nats"
+POINTS, NATS, NATS_PER_CHARACTER = "points", "nats", "nats per character"
 """Units of scores."""
 
 Sample = dict[str, Any]
@@ -67,7 +67,7 @@ class TaskResult:
         is_higher_better: False for errors such as Brier's.
         others: further metrics by name.
         rows: hash of the local files that its documents are from; None: of the hub, or of a task of lm-eval's.
-        unit: ``points``: scores are fractions; ``nats``: they are losses or divergences in nats per token.
+        unit: ``points``: scores are fractions; ``nats``: they are losses or divergences in nats per token; ``nats per character``: losses of texts.
     """
 
     role: str

@@ -26,7 +26,7 @@ from finch.evaluation.judge import answers_definition
 from finch.evaluation.loading import SHORT, hash_prompts, hash_values, hash_weights, load_model
 from finch.evaluation.model_folders import ModelFolder, training_questions
 from finch.evaluation.progress import EvaluationProgress
-from finch.evaluation.results import SuiteResult, TaskResult, read_result, write_result
+from finch.evaluation.results import Sample, SuiteResult, TaskResult, base_path, read_result, read_samples, write_result
 from finch.evaluation.tasks.task import Task, scored
 
 _PACKAGES = ("lm_eval", "torch", "transformers")
@@ -97,7 +97,7 @@ class Evaluation:
                 if tasks or self._of_first(functools.partial(self._renewed, target)):
                     with self._locked(target) as has_waited:
                         for result in self._renewed(target) if self._ranks.is_rank_zero else ():
-                            write_result(self._place(target), result, {})
+                            write_result(self._place(target), result, self._unjudged(target, result))
                         tasks = self._missing(target) if has_waited else tasks
                         if tasks:
                             self._evaluate(target, tasks, progress)
@@ -159,9 +159,27 @@ class Evaluation:
                 continue
             roles = {task.name: task.role for task in self._tasks if task.name in done.tasks}
             tasks = {name: replace(task, role=roles.get(name, task.role)) for name, task in done.tasks.items()}
+            if not self._has_base(target, suite, done):  # a judge has compared with another one
+                for name, task in tasks.items():
+                    if (definition := answers_definition(task.definition)) != task.definition:
+                        tasks[name] = replace(task, definition=definition, score=None, n=0, others={})
             renewed = replace(done, base=self._base(target, suite), tasks=tasks)
             found += [renewed] if renewed != done else []
         return found
+
+    def _has_base(self, target: Target, suite: str, done: SuiteResult) -> bool:
+        """Whether a result names this pretrained model's, or is of that model itself."""
+        file = base_path(target.output / f"{suite}.json", done)
+        return file is None or (file.is_file() and read_result(file).weights == self.targets[0].weights)
+
+    @staticmethod
+    def _unjudged(target: Target, result: SuiteResult) -> dict[str, list[Sample]]:
+        """The samples of tasks whose score does not count any more, without theirs; a judge's verdicts are kept elsewhere, by the texts."""
+        return {
+            name: [{**sample, "score": None, "verdicts": None} for sample in read_samples(target.output, task)]
+            for name, task in result.tasks.items()
+            if task.score is None and (target.output / task.samples).is_file()
+        }
 
     def _usable(self, target: Target, suite: str) -> SuiteResult | None:
         """The suite's earlier result, if it is of these weights and settings."""

@@ -122,8 +122,10 @@ def beyond(skills: Sequence[Skill], max_kl: float | None, max_drop: float | None
     ]
 
 
-def as_json(models: Sequence[str], skills: Sequence[Sequence[Skill]]) -> list[dict[str, Any]]:
-    """``models``: their labels."""
+def as_json(models: Sequence[str], skills: Sequence[Sequence[Skill]], by_text: bool = False) -> list[dict[str, Any]]:
+    """``models``: their labels. ``by_text``: what is under ``kl`` is the rise of the loss."""
+    measure = "rise of the loss, nats per character" if by_text else "KL, nats per token"
     return [
-        {"model": label, "skills": [asdict(each) for each in one]} for label, one in zip(models, skills, strict=True)
+        {"model": label, "measure": measure, "skills": [asdict(each) for each in one]}
+        for label, one in zip(models, skills, strict=True)
     ]

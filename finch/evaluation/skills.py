@@ -33,6 +33,7 @@ from finch.evaluation.loading import PROMPT_DAY, SHORT, hash_values, hash_weight
 from finch.evaluation.model_folders import ModelFolder
 from finch.evaluation.results import (
     NATS,
+    NATS_PER_CHARACTER,
     OLD,
     SuiteResult,
     TaskResult,
@@ -299,5 +300,5 @@ def _task(skill: str, samples: list[dict[str, Any]], by_text: bool) -> TaskResul
         samples=f"{SUITE}.{skill}.jsonl",
         is_higher_better=False,
         others={"accuracy": mean(samples, "right")},
-        unit=NATS,
+        unit=NATS_PER_CHARACTER if by_text else NATS,
     )

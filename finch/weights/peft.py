@@ -1,4 +1,4 @@
-"""A trained adapter as PEFT's folder: adapter_config.json and adapter_model.safetensors; and its base with the adapter merged."""
+"""A trained adapter as PEFT's folder: adapter_config.json and adapter_model.safetensors; and what it makes of a layer's weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torchtune.modules.peft import DoRALinear
 from finch.base import hub
 from finch.base.dtensor import full_tensor
 from finch.base.errors import UserError, WriteFailed
-from finch.base.files import atomic_folder
 from finch.models.hf_config import read_settings
 from finch.models.lora import AdapterLayer, adapter_layers, adapter_parameters, merged_weight, scaling
 from finch.weights.conversion import StateDict, StoredWeight, conversion_for
@@ -23,10 +22,8 @@ from finch.weights.files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     SAFETENSORS_METADATA,
-    copy_side_files,
     new_model_folder,
     read_tensors,
-    rewrite,
     write_json,
 )
 from finch.weights.huggingface import HuggingFaceFolder, PretrainedFolder
@@ -207,25 +204,3 @@ def merge_layer(weight: torch.Tensor, parts: StateDict, scale: float, label: str
             f"{label} of shape {shape}, in the base it has {list(weight.shape)}; give the model that it was trained on"
         )
     return merged_weight(weight, a, b, scale, magnitude).to(weight.dtype)
-
-
-def merge_adapter(base: Path, adapter: Path, target: Path) -> None:
-    """Writes the folder ``base`` with the adapter that :class:`PeftFolder` has written merged into its weights, in their shards and dtypes.
-    Memory holds one shard. Raises UserError for a broken file, an adapter of another model, or a folder that cannot be written."""
-    scale, modules = read_adapter(adapter, str(adapter))
-
-    def merged(name: str, weight: torch.Tensor) -> torch.Tensor:
-        # What is not popped when all weights have been read is for a layer that the base does not have.
-        parts = modules.pop(name.removesuffix(".weight"), None)
-        return weight if parts is None else merge_layer(weight, parts, scale, f"{adapter} is for {name}")
-
-    try:
-        with atomic_folder(target) as partial:
-            rewrite(base, partial, merged)
-            copy_side_files(adapter, partial, without=(ADAPTER_CONFIG,))  # the chat template
-            for name in modules:
-                raise UserError(
-                    f"{adapter} is for {name}, which {base} does not have; give the model that it was trained on"
-                )
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{target} cannot be written ({error}); make room") from error

@@ -1,5 +1,6 @@
 """lm-eval's other tasks: which metric is the headline, and what cannot be compared."""
 
+import importlib.util
 import re
 from types import SimpleNamespace
 
@@ -19,7 +20,11 @@ class Manager:
         self.documents = [{"question": f"{name}?"} for name in "abcdefghij"]
         self.settings = {"doc_to_choice": ["yes", "no"]}
         part = SimpleNamespace(
-            config=config, OUTPUT_TYPE=kind, eval_docs=self.documents, dump_config=lambda: self.settings
+            config=config,
+            OUTPUT_TYPE=kind,
+            eval_docs=self.documents,
+            dump_config=lambda: self.settings,
+            fewshot_docs=lambda: None,
         )
         self._parts = dict.fromkeys(parts, part)
         self.task_index = {"arc_easy": None}
@@ -79,3 +84,25 @@ def test_score_that_is_no_number_is_refused():
     task = custom_task("arc_easy", Manager("acc"), is_new=False, has_chat_template=True)
     with pytest.raises(UserError, match="document 0: acc is no number"):
         task.samples({"arc_easy": [record(0, acc=(1, 2))]})
+
+
+def test_score_that_is_no_share_is_refused():
+    task = custom_task("arc_easy", Manager("words"), is_new=False, has_chat_template=True)
+    message = "document 0: words is 21, and scores are shown in percent; have process_results divide it"
+    with pytest.raises(UserError, match=message):
+        task.samples({"arc_easy": [record(0, words=21.0)]})
+
+
+def test_a_task_is_another_one_when_a_helper_of_its_functions_changes(tmp_path):
+    def measure(module):
+        (tmp_path / "utils.py").write_text(module)
+        spec = importlib.util.spec_from_file_location("utils", tmp_path / "utils.py")
+        loaded = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(loaded)
+        manager = Manager("acc")
+        manager.load("")["tasks"]["arc_easy"].config.process_results = loaded.results
+        return custom_task("arc_easy", manager, is_new=False, has_chat_template=True).measure
+
+    results = "def results(doc, found):\n    return {'acc': score(found)}\n"
+    one, same, other = (measure(f"def score(found):\n    return {value}\n\n\n{results}") for value in (1, 1, 0))
+    assert one == same != other

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from finch.base.errors import UserError
-from finch.evaluation.loading import load_model, merge_adapter, resolve_dtype, shared_tokenizer
+from finch.evaluation.adapters import merge_in_memory
+from finch.evaluation.loading import load_model, resolve_dtype, shared_tokenizer
 from finch.evaluation.model_folders import ModelFolder
 
 CPU = torch.device("cpu")
@@ -132,4 +133,4 @@ def test_adapter_of_a_tied_head_is_refused(base_folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
     model.lm_head.weight = model.model.embed_tokens.weight
     with pytest.raises(UserError, match="lm_head, which shares its weight with the embedding"):
-        merge_adapter(model, tmp_path, "--tuned=here")
+        merge_in_memory(model, tmp_path, "--tuned=here")

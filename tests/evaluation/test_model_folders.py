@@ -9,6 +9,7 @@ from filelock import FileLock
 from finch.base.errors import UserError
 from finch.evaluation.loading import hash_weights
 from finch.evaluation.model_folders import ModelFolder, find_base, find_tuned, labels
+from finch.models.hf_config import read_config
 
 
 @pytest.fixture
@@ -103,6 +104,18 @@ def test_hash_is_of_the_content(base, base_folder, tmp_path):
     weights[-1] ^= 1
     (copy / "model.safetensors").write_bytes(weights)
     assert hash_weights(find_tuned(copy, base)) != hash_weights(base)
+
+
+def test_hash_has_the_ends_of_answers(base, base_folder, tmp_path):
+    """Where generation_config.json has others than config.json: answers are of another length."""
+    copy = shutil.copytree(base_folder, tmp_path / "copy")
+    hashes = []
+    for ends in (read_config(copy, "")["eos_token_id"], [1, 2], [2, 1], 7):
+        (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "temperature": 0.6}))
+        hashes.append(hash_weights(find_tuned(copy, base)))
+    assert hashes[0] == hash_weights(base)
+    assert hashes[1] == hashes[2]
+    assert len(set(hashes)) == 3
 
 
 def test_hash_of_an_adapter_has_the_base(base, base_folder, tmp_path):

@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.tiny_text import WORDS
 from finch.evaluation import harness, runner
+from finch.evaluation.judge import _JUDGED
 from finch.evaluation.language_model import LanguageModel
-from finch.evaluation.results import base_path, read_result, read_results, read_samples
+from finch.evaluation.results import base_path, read_result, read_results, read_samples, write_result
 from finch.evaluation.statistics import paired_delta
 from finch.evaluation.tasks.registry import TASKS
 
@@ -257,3 +258,55 @@ def test_users_own_task_is_evaluated(evaluate, tmp_path):
     task = result.tasks["animals"]
     assert (task.role, task.metric, task.n) == ("new", "acc", 6)
     assert re.fullmatch(r"animals of lm-eval \([0-9a-f]{12}\), acc; 0-shot; no chat template", task.definition)
+
+
+def test_models_get_the_same_examples(evaluate, base_folder, tmp_path):
+    """Drawn for a task anew, as lm-eval's command draws them: two models of the same weights differ by nothing."""
+    rows = [{"text": f"the {word}", "right": number % 2} for number, word in enumerate(WORDS[:12])]
+    write_lines(tmp_path / "test.jsonl", *rows[:4])
+    write_lines(tmp_path / "train.jsonl", *rows[4:])
+    (tmp_path / "animals.yaml").write_text(
+        "task: animals\ndataset_path: json\noutput_type: multiple_choice\n"
+        "test_split: test\ntraining_split: train\nfewshot_split: train\nnum_fewshot: 2\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path}/test.jsonl, train: {tmp_path}/train.jsonl}}}}\n"
+        "doc_to_text: '{{text}}'\ndoc_to_choice: [fox, bird]\ndoc_to_target: right\n"
+        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+    )
+    copy, own = shutil.copytree(base_folder, tmp_path / "copy"), ("--include-path", tmp_path)
+    evaluate(*own, "--tuned", copy, suite="", tasks="animals")
+    results = [only(tmp_path, f"out/{name}-*/custom.json") for name in ("base", "copy")]
+    one, other = (read_samples(path.parent, read_result(path).tasks["animals"]) for path in results)
+    manager = lm_eval.tasks.TaskManager(include_path=str(tmp_path), include_defaults=False)
+    options = {
+        "tasks": ["animals"],
+        "task_manager": manager,
+        "device": "cpu",
+        "bootstrap_iters": 0,
+        "log_samples": True,
+    }
+    found = lm_eval.simple_evaluate("hf", f"pretrained={base_folder},dtype=float32", **options)["samples"]["animals"]
+    for sample, same, reference in zip(one, other, sorted(found, key=lambda each: each["doc_id"]), strict=True):
+        assert sample["responses"] == same["responses"]
+        assert sample["responses"] == pytest.approx([each[0] for each in reference["filtered_resps"]], abs=1e-3)
+    definition = read_result(results[0]).tasks["animals"].definition
+    write_lines(tmp_path / "train.jsonl", *rows[5:])  # other examples are another task
+    evaluate(*own, suite="", tasks="animals")
+    assert read_result(results[0]).tasks["animals"].definition != definition
+
+
+def test_a_judged_score_does_not_outlive_its_base(evaluate, base_folder, tuned_folder, tmp_path):
+    evaluate("--tuned", tuned_folder)
+    path = only(tmp_path, "out/tuned-*/forgetting.json")
+    result = read_result(path)
+    task = result.tasks["hellaswag"]
+    judged = replace(task, definition=f"{task.definition}{_JUDGED}a judge's", others={"unparsed": 0.0})
+    write_result(path.parent, replace(result, tasks={**result.tasks, "hellaswag": judged}), {})
+    evaluate("--tuned", tuned_folder)
+    assert read_result(path).tasks["hellaswag"] == judged
+    other = shutil.copytree(base_folder, tmp_path / "other")
+    change(other, lambda name, tensor: tensor * 1.01)
+    evaluate("--base", other, "--tuned", tuned_folder)
+    renewed = read_result(path)
+    assert renewed.tasks["hellaswag"] == replace(task, score=None, n=0, others={})
+    assert {sample["score"] for sample in read_samples(path.parent, renewed.tasks["hellaswag"])} == {None}
+    assert renewed.tasks["winogrande"] == result.tasks["winogrande"]

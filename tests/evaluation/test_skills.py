@@ -287,5 +287,6 @@ def test_rows_are_finchs_own(shared_data):
 
 def test_json_has_the_models_labels():
     (model,) = as_json(["x"], [FOUND])
-    assert model["model"] == "x"
+    assert (model["model"], model["measure"]) == ("x", "KL, nats per token")
+    assert as_json(["x"], [FOUND], by_text=True)[0]["measure"] == "rise of the loss, nats per character"
     assert json.loads(json.dumps(model))["skills"][0]["change_high"] == -0.1

@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM
 from finch.base.errors import UserError
 from finch.checkpoint.manifest import EXPORTS
 from finch.config.instantiate import locate
+from finch.evaluation.adapters import merge_folder
 from finch.models.chat_template import read_chat_template
 from finch.models.lora import adapter_layers, adapter_parameters, initialize_adapters, merged
 from finch.weights.formats import NativeFolder
 from finch.weights.huggingface import HuggingFaceFolder
-from finch.weights.peft import PeftFolder, merge_adapter
+from finch.weights.peft import PeftFolder
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "output_proj"]
 LORA = {"lora_rank": 6, "lora_alpha": 9}
@@ -93,7 +94,7 @@ def test_adapter_and_merged_model_equal_pefts(tmp_path, name, options):
         merged_by_peft = peft_model.merge_and_unload()
         torch.testing.assert_close(merged_model(tokens).logits, merged_by_peft(tokens).logits, rtol=0, atol=2e-5)
     weights = merged_by_peft.state_dict()
-    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "by_files")
+    merge_folder(tmp_path / "base", tmp_path / "adapter", tmp_path / "by_files")
     for key, tensor in load_file(tmp_path / "by_files" / "model.safetensors").items():
         torch.testing.assert_close(tensor, weights[key], rtol=0, atol=1e-6, msg=key)
     for key, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
@@ -134,7 +135,7 @@ def test_adapter_and_merged_folder_answer_as_they_were_trained(tmp_path):
     base.chat_template, base.stop_tokens = "{{ messages }}", [7, 9]
     (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": 9, "top_p": 0.8}')
     PeftFolder(decoder, base).write(decoder, tmp_path / "adapter", is_writer=True)
-    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    merge_folder(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
     base.write(base.weights(), tmp_path / "full", is_writer=True)
     assert {read_chat_template(tmp_path / name) for name in ("adapter", "merged", "full")} == {"{{ messages }}"}
     for name in ("adapter", "merged", "full"):

@@ -173,6 +173,10 @@ def _skills(parsed: argparse.Namespace) -> None:
     for folder in (base, *tuned):
         _check_files(folder, by_digest=parsed.verify)
     if by_text := not is_one_vocabulary(base, tuned):
+        if parsed.max_kl is not None:
+            raise UserError(
+                f"--max-kl={parsed.max_kl:g}: --base and --tuned have other tokens, so that there is no KL; give --max-drop, or leave it out"
+            )
         logger.warning("--base and --tuned have other tokens: the base's answers are compared as text, without a KL")
     else:
         shared_tokenizer(base, tuned)
@@ -184,7 +188,7 @@ def _skills(parsed: argparse.Namespace) -> None:
     outputs = measure(base, tuned, limit=limit, device=device, by_text=by_text, **options)
     found = [compare(output) for output in outputs]
     if parsed.json:
-        print(json.dumps(as_json(labels(tuned), found), indent=2))
+        print(json.dumps(as_json(labels(tuned), found, by_text), indent=2))
     else:
         for label, output, skills in zip(labels(tuned), outputs, found, strict=True):
             few = few_documents({each.skill: each.n for each in skills})

@@ -182,7 +182,7 @@ def _small_lr_section(report: Report) -> Iterator[Section]:
         chosen = select_rate(rates, MAX_FORGETTING)
         text = (
             f"The paper's rule takes the largest rate of SFT that forgets less than {MAX_FORGETTING:g} points on average: "
-            f"{'none' if chosen is None else f'{chosen.lr:g}'}. One half of the old tasks' documents chooses, the other says what it forgets. "
+            f"{'none' if chosen is None else f'{chosen.lr:g}'}. All evaluated old tasks in points count. One half of their documents chooses, the other says what it forgets. "
             "For another method or limit: finch report --select-lr."
         )
         shown = {column for row in table(rates) for column, cell in row.items() if cell}

@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 
 from finch.base.errors import UserError
 from finch.evaluation.custom_tasks import CUSTOM
-from finch.evaluation.results import NATS, NEW, OLD, POINTS, RELIABILITY
+from finch.evaluation.results import NATS, NATS_PER_CHARACTER, NEW, OLD, POINTS, RELIABILITY
 from finch.evaluation.tasks.registry import VALIDATION
 from finch.study.report.runs import Run, check_equal
 
 PROBE, VALIDATION_LOSS = "probe", "validation_loss"
+_UNITS = (POINTS, NATS, NATS_PER_CHARACTER)
+"""The first that old tasks have is the trade-off's."""
 _PROBE_METRICS = {
     "accuracy": "accuracy on the rows of the probe {}",
     "loss": "mean loss on the rows of the probe {}, nats per token",
@@ -29,7 +31,7 @@ class Measure:
     Attributes:
         name: the task's, or the probe's, with its metric where several metrics of the probe could be meant (``own_answers.kl``).
         source: the suite, ``probe`` or ``validation_loss``.
-        unit: ``points`` (scores are fractions, shown in percent) or ``nats`` (losses and divergences in nats per token).
+        unit: ``points`` (scores are fractions, shown in percent) ``nats`` (losses and divergences in nats per token), or ``nats per character``.
         is_higher_better: False for losses, divergences and Brier's error.
         key: of its values in metrics.jsonl; empty for a task.
         is_at_chance: the pretrained model is not above chance: the 95% interval of its score includes it, or lies below.
@@ -73,11 +75,11 @@ class Measure:
 
     @property
     def score_unit(self) -> str:
-        return "%" if self.unit == POINTS else "nats per token"
+        return "%" if self.unit == POINTS else self.change_unit
 
     @property
     def change_unit(self) -> str:
-        return "points" if self.unit == POINTS else "nats per token"
+        return "nats per token" if self.unit == NATS else self.unit
 
     @property
     def is_probe(self) -> bool:
@@ -110,7 +112,7 @@ def select_measures(
     """
     Args:
         new_task: name of a task or probe; None: what the evaluations or probes mark as new.
-        old_tasks: names of tasks and probes; None: all old ones, of which those in points where the evaluated ones have both units.
+        old_tasks: names of tasks and probes; None: all old ones, of which those in points, else in nats per token, where the evaluated ones have several units.
 
     Raises:
         UserError: a name is not known, the old tasks have different units, or it is not known which task is new.
@@ -125,8 +127,8 @@ def select_measures(
     every_old = every_old or [one for one in probes if one.role == OLD and (new is None or one.key != new.key)]
     reliability = [one for one in evaluated.values() if one.role == RELIABILITY]
     if old_tasks is None:
-        units = {one.unit for one in every_old}
-        old = [one for one in every_old if len(units) == 1 or one.unit == POINTS]
+        unit = min((one.unit for one in every_old), key=_UNITS.index, default=POINTS)
+        old = [one for one in every_old if one.unit == unit]
     else:
         old = _named_old(old_tasks, known, new)
     keys = {(one.name, one.key) for one in old}
@@ -145,10 +147,10 @@ def _named_old(names: Sequence[str], known: Mapping[str, Measure], new: Measure 
     chosen = list({(one.source, one.key or one.name): one for one in (known[name] for name in names)}.values())
     if new is not None and any((one.key or one.name) == (new.key or new.name) for one in chosen):
         raise UserError(f"{option}: {new.name} is the new task; leave it out, or choose another one by --new-task")
-    of_unit = {unit: [one.name for one in chosen if one.unit == unit] for unit in (POINTS, NATS)}
-    if all(of_unit.values()):
-        texts = [f"{', '.join(those)} in {unit}" for unit, those in of_unit.items()]
-        raise UserError(f"{option}: {texts[0]} and {texts[1]} have no common mean; name tasks of one unit")
+    of_unit = {unit: [one.name for one in chosen if one.unit == unit] for unit in _UNITS}
+    texts = " and ".join(f"{', '.join(those)} in {unit}" for unit, those in of_unit.items() if those)
+    if len({one.unit for one in chosen}) > 1:
+        raise UserError(f"{option}: {texts} have no common mean; name tasks of one unit")
     return [replace(one, role=OLD) for one in chosen]
 
 

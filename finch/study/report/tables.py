@@ -125,7 +125,8 @@ def _change_cell(one: Outcome | None) -> str:
 
 def _change_title(measure: Measure) -> str:
     metric = f" ({measure.metric})" if measure.is_probe else ""
-    return f"{measure.title}{metric}, {measure.change_unit}"
+    direction = "" if measure.is_higher_better or measure.unit != POINTS else ", lower is better"
+    return f"{measure.title}{metric}, {measure.change_unit}{direction}"
 
 
 def _mean_titles(comparison: Comparison) -> list[str]:
@@ -268,7 +269,7 @@ def tests_table(report: Report) -> Table:
     return Table(
         "Every change, with its tests",
         rows,
-        "Scores in percent, changes in points. Losses and divergences are in nats per token, the natural logarithm's unit: a token of probability one half has a loss of "
+        "Scores in percent, changes in points. Losses and divergences are in nats per token where no other unit is named, the natural logarithm's unit: a token of probability one half has a loss of "
         "0.69 nats. They, and Brier's error, are better when lower.",
         text_columns=("task", "test"),
     )

@@ -18,8 +18,9 @@ from finch.base import run_files
 from finch.base.errors import UserError
 from finch.base.files import atomic_file
 from finch.config.methods import apply_method
+from finch.evaluation.judge import answers_definition
 from finch.evaluation.results import read_result, read_samples, write_result
-from finch.evaluation.tasks.registry import SUITES
+from finch.evaluation.tasks.registry import SUITES, TASKS
 from finch.study.report.runs import method_of_config
 from finch.study.sweep.grid import (
     ALPHA,
@@ -385,9 +386,21 @@ def _is_result(path: Path, tasks: set[str], evaluation: Evaluation, written: flo
         content = json.loads(path.read_text(encoding="utf-8"))
         is_complete = tasks <= content["tasks"].keys() and content["settings"].items() >= asked.items()
         is_complete = is_complete and path.stat().st_mtime >= written
+        is_complete = is_complete and all(_is_current(name, content, root) for name in tasks)
         return is_complete and (base is None or _is_compared_with(base, path, content))
     except (OSError, ValueError, KeyError, AttributeError):
         return False
+
+
+def _is_current(name: str, content: Mapping[str, Any], root: str | None) -> bool:
+    """Whether a result is of the task as it is now, and of its local rows as they are now; of lm-eval's other tasks only the evaluation knows."""
+    if (task := TASKS.get(name)) is None:
+        return True
+    result, is_chat = content["tasks"][name], content["settings"].get("prompt") == "chat template"
+    rows = result.get("rows")
+    with contextlib.suppress(UserError):  # rows that are gone cannot be evaluated again
+        rows = None if root is None else task.hash_rows(Path(root))
+    return bool(answers_definition(result["definition"]) == task.definition(is_chat) and result.get("rows") == rows)
 
 
 def _is_compared_with(base: str, path: Path, content: Mapping[str, Any]) -> bool:
@@ -396,7 +409,8 @@ def _is_compared_with(base: str, path: Path, content: Mapping[str, Any]) -> bool
     if not own.is_file() or not Path(base).is_dir():
         return True
     earlier = json.loads(own.read_text(encoding="utf-8"))
-    return earlier["model"] == str(Path(base).resolve()) or earlier["weights"] == _hash_of(base)
+    is_same_folder = earlier["model"] == str(Path(base).resolve()) and _written(Path(base)) <= own.stat().st_mtime
+    return is_same_folder or earlier["weights"] == _hash_of(base)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from helpers.evaluation import write_data_root
 from helpers.runs import MINIMAL
 from omegaconf import OmegaConf
 
@@ -14,10 +15,10 @@ from finch.config.methods import METHODS
 from finch.config.parser import merge
 from finch.evaluation.loading import hash_weights
 from finch.evaluation.model_folders import ModelFolder
-from finch.evaluation.tasks.registry import SUITES
+from finch.evaluation.tasks.registry import SUITES, TASKS
 from finch.study.sweep import local
 from finch.study.sweep.grid import EVALUATED, Evaluation, override_words
-from finch.study.sweep.job import check_method, different_key, missing_results, row_hashes
+from finch.study.sweep.job import _hash_of, check_method, different_key, missing_results, row_hashes
 from finch.study.sweep.local import LocalSweep
 
 
@@ -60,11 +61,36 @@ def test_rows_are_the_content_of_local_files(tmp_path):
         assert row_hashes(cfg) == {}
 
 
+def results(**changes):
+    """Of the tasks as they are now."""
+    return {name: {"definition": TASKS[name].definition(False), **changes} for name in SUITES["forgetting"]}
+
+
+def test_results_of_other_rows_or_definitions_are_missing(tmp_path):
+    evaluation = Evaluation(suites=(), tasks=("hellaswag",), data_root=str(tmp_path / "data"))
+    write_data_root(tmp_path / "data")
+    rows = TASKS["hellaswag"].hash_rows(tmp_path / "data")
+    (tmp_path / "evaluation").mkdir()
+    (tmp_path / "epoch_0").mkdir()
+    settings = {"limit": None, "data": str(tmp_path / "data"), "prompt": "plain prompt"}
+
+    def missing(**changes):
+        tasks = {"hellaswag": {**results()["hellaswag"], "rows": rows, **changes}}
+        (tmp_path / "evaluation" / "forgetting.json").write_text(json.dumps({"tasks": tasks, "settings": settings}))
+        return missing_results(tmp_path, evaluation)
+
+    assert missing() == []
+    assert missing(rows="other") == ["forgetting"]
+    assert missing(definition="acc_norm in another form") == ["forgetting"]
+    (tmp_path / "data" / "hellaswag" / "validation.jsonl").unlink()  # what is gone cannot be evaluated again
+    assert missing() == []
+
+
 def test_results_of_another_base_are_missing(tmp_path):
     def is_missing(base):
         return missing_results(tmp_path / "run", Evaluation(suites=("forgetting",)), base=str(tmp_path / base))
 
-    content = {"tasks": dict.fromkeys(SUITES["forgetting"]), "settings": {"limit": None, "data": "hub"}}
+    content = {"tasks": results(), "settings": {"limit": None, "data": "hub"}}
     for name in ("one", "copy", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
@@ -76,12 +102,15 @@ def test_results_of_another_base_are_missing(tmp_path):
     weights = hash_weights(ModelFolder("--base", tmp_path / "one"))
     (tmp_path / "base.json").write_text(json.dumps({"model": str(tmp_path / "one"), "weights": weights}))
     assert [is_missing(base) for base in ("one", "copy", "other", "absent")] == [[], [], ["forgetting"], []]
+    (tmp_path / "one" / "model.safetensors").write_text("c")  # at its old place
+    _hash_of.cache_clear()
+    assert is_missing("one") == ["forgetting"]
 
 
 def test_results_of_other_data_are_missing(tmp_path):
     (tmp_path / "evaluation").mkdir()
     (tmp_path / "epoch_0").mkdir()
-    tasks = {task: {} for task in SUITES["forgetting"]}
+    tasks = results()
     for data, missing in (
         ("hub", ["forgetting"]),
         (str(tmp_path / "rows"), []),
