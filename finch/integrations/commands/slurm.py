@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def _split_arguments(words: Sequence[str]) -> tuple[list[str], list[str]]:
     others: list[str] = []
     target = others
     for word in words:
-        if word.startswith("-"):
+        if word.startswith("-") and not re.match(r"-\.?\d", word):  # a negative number is a value
             name = word.partition("=")[0]
             # Words without a dash are values, and go where their option went.
             target = arguments if word.startswith("--") and ("." in name or "_" in name) else others

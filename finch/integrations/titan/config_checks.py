@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer
-from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.attention import GQAttention, ScaledDotProductAttention
 from torchtitan.models.common.decoder import Decoder
 
 from finch.base.errors import UserError
 from finch.base.extras import require_extras
 from finch.base.log import logger
-from finch.integrations.titan.dataloader import TOFU
+from finch.integrations.titan.checkpoints import (
+    FINCH_STATE,
+    HF_INDEX,
+    SCHEDULER_STATE,
+    complete_steps,
+    folder_to_load,
+    names_in,
+    way_to_resume,
+)
+from finch.integrations.titan.dataloader import TOFU, RowsDataLoader
 from finch.integrations.titan.losses import ObjectiveLoss, build_objective, inner_loss
 from finch.integrations.titan.lr_scheduler import FinchLRSchedulersContainer, build_schedule
 from finch.integrations.titan.recipe_config import RECIPE_KEYS, pretrained_folder
-from finch.models.hf_config import attention_window, is_tied, rope_settings
+from finch.models.hf_config import attention_window, is_tied, read_json, rope_settings
+from finch.weights.files import open_safetensors
 
-_STATE = "lr_scheduler."
-_FINCH_STATE = f"{_STATE}ema_loss"
-_METADATA, _HF_INDEX = ".metadata", "model.safetensors.index.json"
-"""The files that a complete checkpoint of TorchTitan has one of."""
+_ROWS_STATE = "dataloader.dp_rank_"
+_UNUSED, _LAYER = re.compile(r"rotary_emb\.inv_freq$|^mtp\."), re.compile(r"\blayers\.(\d+)\.")
 _ROPE_TYPES = {"default": "none", "llama3": "llama", "yarn": "yarn"}
 _CONTEXT = "original_max_position_embeddings"
 _SCALINGS = {
@@ -48,6 +57,7 @@ def check_config(config: Any) -> None:
     _check_loss(config.loss, config.parallelism)
     _check_checkpoint(config)
     _check_pretrained(config)
+    _check_weights(config)
     _check_packing(config)
     _check_validation(config)
     if any(getattr(config, key) for key in RECIPE_KEYS):
@@ -117,6 +127,15 @@ def _check_schedule(config: Any) -> None:
             raise UserError(
                 f"lr_scheduler.{field.name}={value} is not supported: FINCH's decay is linear, to 0; leave it at {default}"
             )
+    if settings.init == "dataset" and not isinstance(config.dataloader, RowsDataLoader.Config):
+        raise UserError(
+            f"lr_scheduler.init=dataset would read all of {type(config.dataloader).__qualname__} before the first step; set first_batch, or a "
+            "number of nats"
+        )
+    if config.training.max_norm <= 0:
+        raise UserError(
+            f"training.max_norm={config.training.max_norm} makes every gradient 0 in TorchTitan; set a number above 0, or inf for no clipping"
+        )
     groups = config.optimizer.param_groups
     lr = groups[0].optimizer_kwargs.get("lr") if groups else None
     if lr is None:
@@ -146,41 +165,36 @@ def _check_loss(loss: Any, parallelism: Any) -> None:
 
 def _check_checkpoint(config: Any) -> None:
     """Reads the names in the checkpoint that the run will load, without its tensors."""
-    checkpoint = config.checkpoint
-    if not checkpoint.enable:
+    checkpoint, run = config.checkpoint, Path(config.dump_folder) / config.checkpoint.folder
+    folder = folder_to_load(run, checkpoint)
+    if folder is None or not folder.is_dir():
+        if not (
+            checkpoint.enable and (checkpoint.initial_load_in_hf or checkpoint.initial_load_path or complete_steps(run))
+        ):
+            logger.warning(
+                "the model starts with random weights: checkpoint.initial_load_in_hf, with checkpoint.enable, loads those of hf_assets_path"
+            )
         return
-    folder = _folder_to_load(Path(config.dump_folder) / checkpoint.folder, checkpoint)
-    if folder is None or not folder.is_dir() or "lr_scheduler" in checkpoint.exclude_from_loading:
+    names, excluded = names_in(folder), checkpoint.exclude_from_loading
+    parallelism = config.parallelism
+    others = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
+    ranks, given = int(os.environ.get("WORLD_SIZE", 0)) // others, sum(name.startswith(_ROWS_STATE) for name in names)
+    if ranks and given not in (0, ranks) and "dataloader" not in excluded:
+        raise UserError(
+            f"{folder} is of {given} data-parallel ranks, and this run has {ranks}: TorchTitan divides the rows otherwise; start {given}, or the rows "
+            "anew with --checkpoint.exclude_from_loading dataloader"
+        )
+    if FINCH_STATE in names or "lr_scheduler" in excluded:
         return
-    is_native = (folder / _METADATA).is_file()
-    names = FileSystemReader(str(folder)).read_metadata().state_dict_metadata if is_native else {}
-    if _FINCH_STATE in names:
-        return
-    if any(name.startswith(_STATE) for name in names):
+    if any(name.startswith(SCHEDULER_STATE) for name in names):
         raise UserError(
             f"{folder} is the checkpoint of a run with another scheduler; load it with --checkpoint.exclude_from_loading lr_scheduler, and "
             "FINCH starts as lr_scheduler.init says"
         )
     raise UserError(
-        f"{folder} has no state of a scheduler: it holds only the model, as the last step of a finished run; start from it with "
-        "--checkpoint.initial_load_path in another --dump_folder, or write it with --checkpoint.no-last_save_model_only"
+        f"{folder} has no state of a scheduler: it holds only the model, as the last step of a finished run; {way_to_resume(config)}, or start from "
+        "it with --checkpoint.initial_load_path in another --dump_folder"
     )
-
-
-def _folder_to_load(run: Path, checkpoint: Any) -> Path | None:
-    """The checkpoint that the trainer will resume from, chosen as TorchTitan does; None: there is none, or only the model is loaded."""
-    steps = [
-        int(folder.name.removeprefix("step-"))
-        for folder in run.glob("step-*")
-        if folder.name.removeprefix("step-").isdigit()
-        and any((folder / name).is_file() for name in (_METADATA, _HF_INDEX))
-    ]
-    step = checkpoint.load_step if checkpoint.load_step != -1 else max(steps, default=-1)
-    if step > 0:
-        return run / f"step-{step}"
-    if step == -1 and checkpoint.initial_load_path and not checkpoint.initial_load_model_only:
-        return Path(checkpoint.initial_load_path)
-    return None
 
 
 def _check_pretrained(config: Any) -> None:
@@ -209,6 +223,18 @@ def _check_pretrained(config: Any) -> None:
     }
     for key, name in _SCALINGS.get(scaling["rope_type"], {}).items():
         pairs[key] = scaling.get(key), getattr(rope, name)
+    attention, heads = model.layers[0].attention, settings.get("num_attention_heads")
+    if isinstance(attention, GQAttention.Config):
+        qkv, size = attention.qkv_linear, settings.get("hidden_size", 0) // heads if heads else None
+        pairs |= {
+            "num_attention_heads": (heads, attention.n_heads),
+            "num_key_value_heads": (
+                settings.get("num_key_value_heads", heads),
+                attention.n_kv_heads or attention.n_heads,
+            ),
+            "head_dim": (settings.get("head_dim") or size, attention.head_dim or model.dim // attention.n_heads),
+            "attention_bias": (settings.get("attention_bias"), (getattr(qkv, "wqkv", None) or qkv.wq).bias),
+        }
     for key, (in_file, in_model) in pairs.items():
         if in_file is not None and in_file != in_model:
             raise UserError(
@@ -220,3 +246,44 @@ def _check_pretrained(config: Any) -> None:
             f"{file} has sliding_window={window}, which TorchTitan's model has not: longer rows are trained with more context than the pretrained "
             f"model's; training.seq_len={window} avoids it"
         )
+
+
+def _check_weights(config: Any) -> None:
+    """Compares the names of the model's weights with those in Hugging Face's form: what TorchTitan's adapter leaves out is neither read nor
+    exported. The model is built without memory."""
+    checkpoint, spec, folder = config.checkpoint, config.model_spec, pretrained_folder(config)
+    is_exported = checkpoint.enable and (checkpoint.initial_load_in_hf or checkpoint.last_save_in_hf)
+    if not is_exported or spec.state_dict_adapter is None:
+        return
+    with torch.device("meta"):
+        model = spec.model.build()
+    state, adapter, asked = model.state_dict(), spec.state_dict_adapter(spec.model, None), {}
+    try:
+        asked = adapter.to_hf(dict(state))
+        kept = adapter.from_hf(dict(asked)).keys() | dict(model.named_buffers()).keys()
+        lost = [name for name in state if name not in kept]
+    except KeyError as error:
+        lost = [error.args[0]]
+    if lost:
+        raise UserError(
+            f"model_spec={spec.name} {spec.flavor}: TorchTitan leaves {len(lost)} weights, such as {lost[0]}, out of Hugging Face folders, which would "
+            "not be the trained model; train without them, or LoRA with finch's recipe"
+        )
+    if folder is None or checkpoint.initial_load_in_hf_quantized:
+        return
+    tied = {"lm_head.weight"} if getattr(spec.model, "enable_weight_tying", False) else set()
+    unread = [name for name in sorted(_stored(folder) - asked.keys() - tied) if not _UNUSED.search(name)]
+    # Layers after the last one predict further tokens; TorchTitan's models do not.
+    unread = [name for name in unread if int((_LAYER.findall(name) or [0])[0]) < len(spec.model.layers)]
+    if unread:
+        raise UserError(
+            f"{folder} has {len(unread)} weights, such as {unread[0]}, that the model {spec.name} {spec.flavor} does not take; give the folder of this "
+            "model, or the config of that one"
+        )
+
+
+def _stored(folder: Path) -> set[str]:
+    """The names of a Hugging Face folder's weights."""
+    if (folder / HF_INDEX).is_file():
+        return set(read_json(folder / HF_INDEX)["weight_map"])
+    return {name for file in folder.glob("*.safetensors") for name in open_safetensors(file).keys()}  # noqa: SIM118 (not a dict)

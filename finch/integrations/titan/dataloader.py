@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
@@ -17,7 +18,11 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from finch.base.errors import UserError
 from finch.base.extras import require_extras
 from finch.base.files import replace_text
+from finch.base.log import logger
 from finch.objectives import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from finch.distributed.parallel import Parallel
 
 Sequence = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -32,6 +37,7 @@ TOFU = "locuslab/TOFU"
 """The rows of the packaged configs."""
 DATE_FILE = "first_start_date"
 """In the dump folder, where the chat template writes today's date."""
+_ORDER = "finch_order"
 
 
 class RowsDataLoader(ParallelAwareDataloader):
@@ -119,6 +125,47 @@ class RowsDataLoader(ParallelAwareDataloader):
             batch_size=local_batch_size,
         )
         self.rounds_per_epoch, self.chat_tokenizer = dataset.rounds_per_epoch, dataset.tokenizer
+        self._samples, self._seq_len = dataset.samples, seq_len
+        self._order: dict[str, Any] = {
+            "dataloader.seed": config.seed,
+            "dataloader.is_shuffled": config.is_shuffled,
+            "training.local_batch_size": local_batch_size,
+            "data-parallel ranks": dp_world_size,
+        }
+
+    def read_rows(self, parallel: Parallel) -> None:
+        """Reads each row once, divided over the ranks, and warns of what is unusual, such as truncated rows; a collective. The state then has
+        the rows' digest. Raises UserError for a row that cannot be used, or where none has a target."""
+        from finch.data.stats import DatasetStats, collect_stats
+
+        share = collect_stats(self._samples, parallel.data_parallel_rank, parallel.data_parallel_size, self._seq_len)
+        stats = sum(parallel.gather(share), DatasetStats())
+        for note in stats.notes(self._seq_len):
+            logger.warning(f"dataloader: {note.replace('tokenizer.max_seq_len', 'training.seq_len')}")
+        if stats.bad:
+            raise UserError(stats.bad_rows("dataloader")[0])
+        if stats.num_targets == 0:
+            raise UserError(
+                "dataloader: no row has a target token within training.seq_len; raise it, or check the template"
+            )
+        self._order["rows"] = f"{len(self._samples)} ({stats.digest:016x})"
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        # Inside TorchTitan's entry: a checkpoint without an entry that is asked for does not load.
+        state[self._rank_id] = pickle.dumps({**pickle.loads(state[self._rank_id]), _ORDER: self._order})
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As TorchTitan's. Raises UserError where rows would be seen twice, or never."""
+        saved = pickle.loads(state_dict[self._rank_id]) if self._rank_id in state_dict else {}
+        for key, value in saved.get(_ORDER, {}).items():
+            if self._order.get(key, value) != value:
+                raise UserError(
+                    f"{key}: the checkpoint has {value}, and this run {self._order[key]}: rows would be seen twice or never; resume with the "
+                    "checkpoint's, or start the rows anew with --checkpoint.exclude_from_loading dataloader"
+                )
+        super().load_state_dict(state_dict)
 
 
 class RowSequences(IterableDataset[Sequence], Stateful):
@@ -127,6 +174,7 @@ class RowSequences(IterableDataset[Sequence], Stateful):
     The state is the epoch and how many of its sequences the rank has had.
 
     Attributes:
+        samples: finch's rows, or packs of them.
         tokenizer: finch's, of the rows.
         rounds_per_epoch: micro-batches per rank and epoch. In the last one, rows without targets take the place of what is missing.
     """
@@ -154,7 +202,7 @@ class RowSequences(IterableDataset[Sequence], Stateful):
         self.tokenizer = own
         options = {key: getattr(config, key) for key in ROWS_KEYS}
         rows = rows_dataset(own, **options, packed=config.is_packed)
-        self._samples = Samples(rows, "dataloader", str(config.data_files or config.source))
+        self.samples = Samples(rows, "dataloader", str(config.data_files or config.source))
         self._seq_len, self._pad_id, self._is_infinite = seq_len, own.pad_id, config.infinite
         self._rank, self._micro_batch = rank, micro_batch
         self._order = GlobalOrder(len(rows), micro_batch, ranks=num_ranks, shuffle=config.is_shuffled, seed=config.seed)
@@ -169,7 +217,7 @@ class RowSequences(IterableDataset[Sequence], Stateful):
         while True:
             for index in self._indices()[self._position :]:
                 self._position += 1
-                yield to_sequence(self._samples[index], self._seq_len, self._pad_id)
+                yield to_sequence(self.samples[index], self._seq_len, self._pad_id)
             if not self._is_infinite:
                 return
             self._epoch, self._position = self._epoch + 1, 0

@@ -3,6 +3,7 @@ link ``epoch_N``."""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -45,7 +46,7 @@ def write_config(trainer: Any, folder: Path) -> None:
     ranks = trainer.parallel_dims.dp_replicate * trainer.parallel_dims.dp_shard
     command = f"finch run{f' --nproc_per_node {ranks}' if ranks > 1 else ''} {folder}/{CONFIG} output_dir=NEW"
     blocks = recipe_blocks(trainer)
-    differences = _differences(config, blocks["epochs"])
+    differences = _differences(trainer, blocks["epochs"])
     lines = [f"The run that TorchTitan has trained here, for finch's recipe: {command}", *differences]
     folder.mkdir(parents=True, exist_ok=True)
     files.replace_text(
@@ -81,7 +82,7 @@ def recipe_blocks(trainer: Any) -> dict[str, Any]:
         "optimizer": _optimizer(config.optimizer),
         "lr_scheduler": _schedule(config.lr_scheduler),
         "loss": _loss(config.loss),
-        "clip_grad_norm": config.training.max_norm or None,
+        "clip_grad_norm": config.training.max_norm if math.isfinite(config.training.max_norm) else None,
         "dtype": _dtype(config.training),
         "device": "auto",
         **{key: getattr(config, key) or None for key in RECIPE_KEYS},
@@ -125,10 +126,15 @@ def complete_folder(folder: Path, assets: Path, tokenizer: Any = None) -> None:
     base.write_chat_settings(folder)
 
 
-def _differences(config: Any, epochs: int) -> Iterator[str]:
+def _differences(trainer: Any, epochs: int) -> Iterator[str]:
     """What the recipe does otherwise."""
+    config, rounds = trainer.config, getattr(trainer.dataloader, "rounds_per_epoch", None)
     if epochs > 1:
         yield "It takes whole epochs."
+        if rounds % trainer.gradient_accumulation_steps:
+            yield "Its steps end with the epoch; here an epoch's last one takes the first rows of the next epoch too."
+    if not all(weight.requires_grad for model in trainer.model_parts for weight in model.parameters()):
+        yield "It trains all weights, of which some are frozen here."
     if not isinstance(config.dataloader, RowsDataLoader.Config):
         yield "Its rows are another dataloader's: add a dataset to train, or to average; chat, evaluate and report need none."
     if config.self_replay and getattr(config.dataloader, "is_packed", False):

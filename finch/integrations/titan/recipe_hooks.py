@@ -30,6 +30,7 @@ from finch.data.dataset import Samples
 from finch.data.loader import REFERENCES, Batch, EvalSettings, collator, model_inputs, to_device
 from finch.data.prompts import num_targets
 from finch.distributed.parallel import Parallel
+from finch.integrations.titan.checkpoints import way_to_resume
 from finch.integrations.titan.recipe_config import RECIPE_KEYS, complete_folder, pretrained_folder, recipe_blocks
 from finch.objectives.replay import rows_in_step, step_rows
 from finch.probes.budget import ForgettingBudget
@@ -101,7 +102,7 @@ class RecipeHooks:
         config = trainer.config
         self._trainer, self.cfg = trainer, _complete(recipe_blocks(trainer))
         self.tokenizer = build(self.cfg.tokenizer, "tokenizer")
-        self.parallel, self.model = _parallel(trainer), TitanModel(trainer)
+        self.parallel, self.model = parallel_of(trainer), TitanModel(trainer)
         self.decoder = SimpleNamespace(max_seq_len=config.training.seq_len)
         self.state, self.run = TrainState(self.parallel, waits=True), _DumpFolder(config, self.parallel)
         self.base = HuggingFaceFolder(str(pretrained_folder(config)))
@@ -202,7 +203,9 @@ class RecipeHooks:
         self._write()
         state.agree()
         if state.stop is not None:
-            logger.info(f"stopped by {state.stop.reason} after step {step}")
+            model_only = trainer.config.checkpoint.last_save_model_only
+            way = f"; that step keeps only the model: {way_to_resume(trainer.config)}" if model_only else ""
+            logger.info(f"stopped by {state.stop.reason} after step {step}{way}")
             trainer.config.training.steps = step  # so that TorchTitan saves this step as its last
 
     def end(self) -> None:
@@ -290,7 +293,7 @@ def _complete(blocks: dict[str, Any]) -> DictConfig:
     return cfg
 
 
-def _parallel(trainer: Any) -> Parallel:
+def parallel_of(trainer: Any) -> Parallel:
     """This rank among TorchTitan's, whose tensor-parallel ranks are the innermost as well."""
     dims, world = trainer.parallel_dims, torch.distributed.get_world_size()
     mesh = dims.get_mesh("batch") if dims.dp_enabled else None

@@ -22,12 +22,15 @@ from finch.base.errors import UserError, report_user_errors
 from finch.base.log import logger
 from finch.config.methods import METHODS
 from finch.config.schema import SelfReplay
+from finch.integrations.titan.checkpoints import is_finished
 from finch.integrations.titan.config_checks import check_config, check_steps
-from finch.integrations.titan.dataloader import keep_date
+from finch.integrations.titan.dataloader import RowsDataLoader, keep_date
 from finch.integrations.titan.losses import ObjectiveLoss, initial_loss
 from finch.integrations.titan.lr_scheduler import FinchLRSchedulersContainer
 from finch.integrations.titan.recipe_config import RECIPE_KEYS, complete_folder, link_model, write_config
 from finch.training.metrics import MetricsLog
+
+_NOTHING = "nothing to do: {} steps have ended"
 
 
 class FinchTrainer(Trainer):
@@ -61,10 +64,17 @@ class FinchTrainer(Trainer):
     lr_schedulers: FinchLRSchedulersContainer
 
     def __init__(self, config: Config) -> None:
+        if is_finished(config):
+            logger.info(_NOTHING.format(config.training.steps))
+            raise SystemExit(0)  # no failure, after which a job script would start it again
         check_config(config)
         Trainer.__init__(self, config)
         rounds = getattr(self.dataloader, "rounds_per_epoch", None)
         check_steps(config, rounds, self.gradient_accumulation_steps)
+        if isinstance(self.dataloader, RowsDataLoader):
+            from finch.integrations.titan.recipe_hooks import parallel_of
+
+            self.dataloader.read_rows(parallel_of(self))
         self.run_metrics = RunMetrics(self, self.metrics_processor.logger)
         self.metrics_processor.logger = self.run_metrics
         inner = self.loss_fn.loss_fn if isinstance(self.loss_fn, ChunkedLossWrapper) else self.loss_fn
@@ -91,6 +101,8 @@ class FinchTrainer(Trainer):
             self._check_schedule()
             if self._hooks is not None and self._has_begun:  # else a finished run was started again
                 self._hooks.end()
+            if not self._has_begun:
+                logger.info(_NOTHING.format(self.step))
         checkpoint, folder = self.config.checkpoint, Path(self.config.dump_folder)
         if checkpoint.enable and checkpoint.last_save_in_hf and torch.distributed.get_rank() == 0:
             model = folder / checkpoint.folder / f"step-{self.step}"
@@ -210,6 +222,9 @@ class RunMetrics(BaseLogger):
         """Adds a step, after TorchTitan has logged it; tensors are read every ``metrics.log_freq`` steps."""
         self._lines.add(step, metrics)
         self._lines.report()
+        checkpoint, is_last = self._trainer.config.checkpoint, step == self._trainer.config.training.steps
+        if checkpoint.enable and (is_last or step % checkpoint.interval == 0):
+            self._lines.flush()  # a run that is killed continues after this step, whose line it would not write again
 
     def flush(self) -> None:
         self._lines.flush()

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from helpers.runs import ROOT
 
-from finch.integrations.commands.slurm import SCRIPT
+from finch.integrations.commands.slurm import SCRIPT, _split_arguments
 
 
 @pytest.mark.parametrize("words", [[], ["--checkpoint.folder", "own"], ["--checkpoint.folder=own"]])
@@ -26,3 +26,9 @@ def test_job_is_requeued_after_a_new_checkpoint(words, tmp_path):
     )
     assert "requeued, to resume from step 4" in done.stdout
     assert done.stdout.splitlines()[-1] == "requeue 7"
+
+
+def test_negative_number_is_the_options_value():
+    words = ["--checkpoint.load_step", "-1", "-N2", "--lr_scheduler.ema=-.5", "--time", "9", "-p", "gpu"]
+    arguments = ["--checkpoint.load_step", "-1", "--lr_scheduler.ema=-.5"]
+    assert _split_arguments(words) == (arguments, ["-N2", "--time", "9", "-p", "gpu"])

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers.runs import ROOT
+from safetensors.torch import load_file, save_file
 
 from finch.base.errors import UserError
 from finch.integrations import titan
@@ -57,6 +58,7 @@ def check(finch_config):
 
 
 LINEAR = SimpleNamespace(in_features=1)
+THREE_RANKS = {"lr_scheduler": {"ema_loss": 1.5}, "dataloader": {f"dp_rank_{rank}": b"" for rank in range(3)}}
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,7 @@ LINEAR = SimpleNamespace(in_features=1)
         ("lr_scheduler.decay_ratio", 1.0, "lr_scheduler: decay=1.0 must lie in [0, 1)"),
         ("lr_scheduler.ema", 1.5, "lr_scheduler: ema=1.5"),
         ("hf_assets_path", "/nowhere", "hf_assets_path=/nowhere is not a folder"),
+        ("training.max_norm", 0.0, "training.max_norm=0.0 makes every gradient 0 in TorchTitan"),
         ("loss", {"objective": "TALR"}, "loss.tau=None"),
         ("loss", {"objective": "DFT", "tau": 1.0}, "loss.tau=1.0 belongs to TALR"),
         ("loss", {"objective": "FLOW"}, "loss.objective=FLOW must be DFT, TALR or EAFT"),
@@ -156,6 +159,59 @@ def test_other_component_is_refused(check, plain):
     assert "FINCH needs the mean cross-entropy over the target tokens" in check("loss", MSELoss.Config())
 
 
+def test_pass_over_other_rows_is_refused(check):
+    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+
+    message = check("dataloader", HuggingFaceTextDataLoader.Config())
+    assert "lr_scheduler.init=dataset would read all of HuggingFaceTextDataLoader.Config" in message
+
+
+@pytest.mark.parametrize(("module", "lost"), [("wo", "layers.0.attention.wo.lora_a"), ("lm_head", "lm_head.lora_a")])
+def test_lora_is_refused(check, module, lost):
+    """TorchTitan trains it, and exports the pretrained model."""
+    from torchtitan.components.lora import LoRAConverter
+
+    converter = LoRAConverter.Config(rank=2, target_modules=[module]).build()
+    message = check("model_spec.model", converter.convert)
+    assert f"weights, such as {lost}.weight, out of Hugging Face folders" in message
+
+
+@pytest.mark.parametrize("is_indexed", [False, True])
+@pytest.mark.parametrize(
+    ("extra", "is_refused"),
+    [
+        ("model.layers.0.self_attn.q_proj.bias", True),  # Qwen2's
+        ("score.weight", True),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", False),
+        ("model.layers.5.mlp.up_proj.weight", False),  # after the last one, as DeepSeek-V3's
+    ],
+)
+def test_weights_that_the_model_does_not_take_are_refused(finch_config, tmp_path, extra, is_refused, is_indexed):
+    from finch.integrations.titan.config_checks import check_config
+
+    config = finch_config()
+    folder = Path(config.hf_assets_path)
+    weights = {**load_file(folder / "model.safetensors"), extra: torch.zeros(2)}
+    save_file({extra: weights[extra]} if is_indexed else weights, tmp_path / "model.safetensors")
+    if is_indexed:
+        index = {"weight_map": dict.fromkeys(weights, "model.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    config.hf_assets_path = str(tmp_path)
+    message = f"{tmp_path} has 1 weights, such as {extra}, that the model llama3 test does not take"
+    with pytest.raises(UserError, match=re.escape(message)) if is_refused else nullcontext():
+        check_config(config)
+
+
+def test_random_weights_are_named(finch_config, caplog):
+    from finch.integrations.titan.config_checks import check_config
+
+    for is_loaded in (True, False):
+        config = finch_config()
+        config.checkpoint.initial_load_in_hf = is_loaded
+        check_config(config)
+        assert ("the model starts with random weights" in caplog.text) is not is_loaded
+
+
 def test_scaled_rope_is_refused(check):
     def scale(layers):
         for layer in layers:
@@ -174,6 +230,15 @@ def test_scaled_rope_is_refused(check):
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "tie_word_embeddings": "other"},
             "tie_word_embeddings=",
+        ),
+        *(
+            ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, key: value}, f"has {key}={value}, and the model")
+            for key, value in (
+                ("num_attention_heads", 4),
+                ("num_key_value_heads", 8),
+                ("head_dim", 16),
+                ("attention_bias", True),
+            )
         ),
     ],
 )
@@ -236,17 +301,43 @@ def test_packed_rows_need_an_attention_that_keeps_them_apart(check):
         ({"lr_scheduler": {"last_epoch": 3}}, {"load_step": 4}, None),  # which there is not: TorchTitan's own error
         ({"lr_scheduler": {"ema_loss": 1.5}}, {}, None),
         ({"norm.weight": torch.ones(2)}, {}, "it holds only the model"),
+        (THREE_RANKS, {}, r"step-7 is of 3 data-parallel ranks, and this run has 2: .*; start 3, or the rows anew"),
+        (THREE_RANKS, {"exclude_from_loading": ["dataloader"]}, None),
     ],
 )
-def test_checkpoint_of_another_run_is_refused(finch_config, tmp_path, state, arguments, message):
+def test_checkpoint_of_another_run_is_refused(finch_config, tmp_path, monkeypatch, state, arguments, message):
     from finch.integrations.titan.config_checks import check_config
 
+    monkeypatch.setenv("WORLD_SIZE", "4")
     config = finch_config()
+    config.parallelism.tensor_parallel_degree = 2
     for name, value in arguments.items():
         setattr(config.checkpoint, name, value)
     dcp.save(state, checkpoint_id=str(tmp_path / "checkpoint/step-7"), no_dist=True)
     with pytest.raises(UserError, match=message) if message else nullcontext():
         check_config(config)
+
+
+@pytest.mark.parametrize("is_hf", [False, True])
+def test_run_that_ends_with_a_model_only(finch_config, tmp_path, caplog, is_hf):
+    """Started again it has nothing to do; with more steps it names what can be resumed."""
+    from finch.integrations.titan import FinchTrainer
+
+    for step, state in ((4, {"lr_scheduler": {"ema_loss": 1.5}}), (7, {"norm.weight": torch.ones(2)})):
+        dcp.save(state, checkpoint_id=str(tmp_path / f"checkpoint/step-{step}"), no_dist=True)
+    if is_hf:
+        (tmp_path / "checkpoint/step-7/.metadata").unlink()
+        for name in ("model.safetensors.index.json", "config.json"):
+            (tmp_path / "checkpoint/step-7" / name).write_text("{}")
+    config = finch_config()
+    config.training.steps = 7
+    with pytest.raises(SystemExit) as ended:
+        FinchTrainer(config)
+    assert ended.value.code == 0
+    assert "nothing to do: 7 steps have ended" in caplog.text
+    config.training.steps = 9
+    with pytest.raises(UserError, match=r"holds only the model, .*; resume with --checkpoint.load_step 4, or start"):
+        FinchTrainer(config)
 
 
 def test_conversion_keeps_everything_else(plain):

@@ -1,6 +1,7 @@
 """Rows as TorchTitan's sequences: their order, their targets, and what a resumed run continues with."""
 
 import datetime
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from helpers.tokenizers import write_tokenizer
 
 from finch.base.errors import UserError
+from finch.distributed.parallel import Parallel
 
 SEQ_LEN = 128
 
@@ -22,9 +24,9 @@ def build(titan_configs, shared_data):
     tokenizer = HuggingFaceTokenizer(tokenizer_path=str(shared_data / "stories260k"))
     rows = str(shared_data / "tofu/full.jsonl")
 
-    def build_loader(rank=0, ranks=1, batch=4, **changes):
+    def build_loader(rank=0, ranks=1, batch=4, seq_len=SEQ_LEN, **changes):
         config = RowsDataLoader.Config(**{"data_files": rows, "split": "train[:21]", "is_packed": False, **changes})
-        options = {"tokenizer": tokenizer, "seq_len": SEQ_LEN, "local_batch_size": batch}
+        options = {"tokenizer": tokenizer, "seq_len": seq_len, "local_batch_size": batch}
         return config.build(dp_world_size=ranks, dp_rank=rank, **options)
 
     return build_loader
@@ -91,6 +93,45 @@ def test_state_continues_with_the_next_batch(build):
     resumed = build()
     resumed.load_state_dict(loader.state_dict())
     assert tokens_of(before) + tokens_of(take(resumed, 2)) == straight
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 1}, "dataloader.seed: the checkpoint has 0, and this run 1: rows would be seen twice or never"),
+        ({"is_shuffled": False}, "dataloader.is_shuffled: the checkpoint has True"),
+        ({"batch": 2}, "training.local_batch_size: the checkpoint has 4"),
+        ({"ranks": 2}, "data-parallel ranks: the checkpoint has 1, and this run 2"),
+        ({"split": "train[21:42]"}, "rows: the checkpoint has 21 "),
+    ],
+)
+def test_state_of_another_order_is_refused(build, changes, message):
+    loader, other = build(), build(**changes)
+    take(loader, 2)
+    for each in (loader, other):
+        each.read_rows(Parallel(torch.device("cpu")))
+    with pytest.raises(UserError, match=re.escape(message)):
+        other.load_state_dict(loader.state_dict())
+
+
+def test_state_of_an_earlier_version_continues(build):
+    from torchtitan.components.dataloader import ParallelAwareDataloader
+
+    loader = build()
+    batches = iter(loader)
+    next(batches)
+    state = ParallelAwareDataloader.state_dict(loader)
+    resumed = build()
+    resumed.load_state_dict(state)
+    assert tokens_of(take(resumed, 1)) == tokens_of([next(batches)])
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_truncated_rows_are_reported(build, caplog, is_packed):
+    build(is_packed=is_packed, seq_len=64, batch=1).read_rows(Parallel(torch.device("cpu")))
+    assert "of 21 rows reach training.seq_len=64 and are truncated there (rows 1, 2, 3, ...); raise it" in caplog.text
+    with pytest.raises(UserError, match=r"^dataloader: no row has a target token within training.seq_len"):
+        build(is_packed=is_packed, seq_len=8, batch=1).read_rows(Parallel(torch.device("cpu")))
 
 
 def test_rows_keep_the_date_of_the_first_start(titan_configs, shared_data, tmp_path, monkeypatch):

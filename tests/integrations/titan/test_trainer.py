@@ -35,12 +35,18 @@ def test_lr_equals_scalar_reference_and_loss_the_logged_loss(one_rank, two_ranks
         assert largest_difference(losses, logged) < 1e-6
 
 
-def test_steps_are_written_as_often_as_torchtitan_logs(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("is_saved", "expected"), [(False, [0, 2, 2, 4, 4]), (True, [0, 2, 3, 4, 5])])
+def test_steps_are_written_as_often_as_torchtitan_logs_or_saves(monkeypatch, tmp_path, is_saved, expected):
     from finch.integrations.titan.trainer import RunMetrics
 
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    config = SimpleNamespace(dump_folder=tmp_path, metrics=SimpleNamespace(log_freq=2))
+    config = SimpleNamespace(
+        dump_folder=tmp_path,
+        metrics=SimpleNamespace(log_freq=2),
+        checkpoint=SimpleNamespace(enable=is_saved, interval=3),
+        training=SimpleNamespace(steps=5),
+    )
     metrics = RunMetrics(SimpleNamespace(config=config), None)
     metrics.open(0)
     line = {"loss": torch.tensor(2.0), "lr": 1e-5, "lr_is_capped": False, "num_target_tokens": torch.tensor(3)}
@@ -48,7 +54,26 @@ def test_steps_are_written_as_often_as_torchtitan_logs(monkeypatch, tmp_path):
     for step in range(1, 6):
         metrics.add_step(step, line)
         found.append(len((tmp_path / "metrics.jsonl").read_text().splitlines()))
-    assert found == [0, 2, 2, 4, 4]
+    assert found == expected
+
+
+def test_differences_are_named(titan_configs):
+    from finch.integrations.titan.recipe_config import _differences
+
+    trainer = SimpleNamespace(
+        config=titan_configs.finch(),
+        dataloader=SimpleNamespace(rounds_per_epoch=8),
+        gradient_accumulation_steps=2,
+        model_parts=[torch.nn.Linear(1, 1)],
+    )
+    assert list(_differences(trainer, 2)) == ["It takes whole epochs."]
+    trainer.gradient_accumulation_steps = 3
+    trainer.model_parts[0].bias.requires_grad_(False)
+    assert [line.split(";")[0] for line in _differences(trainer, 2)] == [
+        "It takes whole epochs.",
+        "Its steps end with the epoch",
+        "It trains all weights, of which some are frozen here.",
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
