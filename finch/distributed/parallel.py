@@ -105,12 +105,11 @@ class Parallel:
         """Compares a small Python object over the ranks. Raises UserError on each of them, which says ``what`` differs, if one has another than rank
         0: a node's disk may hold an older copy of a file."""
         gathered = self.gather_all_ranks((platform.node(), value))
-        if (
-            rank := next((rank for rank, (_, other) in enumerate(gathered) if other != gathered[0][1]), None)
-        ) is not None:
-            raise UserError(
-                f"rank {rank} on {gathered[rank][0]} has other {what} than rank 0 on {gathered[0][0]}; give all nodes the same files and config"
-            )
+        for rank, (node, other) in enumerate(gathered):
+            if other != gathered[0][1]:
+                raise UserError(
+                    f"rank {rank} on {node} has other {what} than rank 0 on {gathered[0][0]}; give all nodes the same files and config"
+                )
 
     def gather(self, value: Any) -> list[Any]:
         """``value`` of every data-parallel rank, in rank order; anything that can be pickled."""

@@ -10,7 +10,6 @@ from typing import Any
 
 from finch.base.errors import UserError
 from finch.config.instantiate import did_you_mean
-from finch.distributed.parallel import launched_ranks
 from finch.evaluation.results import NEW, OLD, Sample
 from finch.evaluation.tasks.task import Records, Task
 
@@ -69,7 +68,9 @@ def custom_task(name: str, manager: Any, *, is_new: bool, has_chat_template: boo
 
 def _digest(parts: Mapping[str, Any]) -> str:
     """Of all settings, documents and examples, and of the modules of its functions: a task's file may change, its rows, and what a function calls."""
-    from finch.evaluation.loading import SHORT, hash_values  # here: torch is imported only where a task is loaded
+    # Here: torch is imported only where a task is loaded.
+    from finch.distributed.parallel import launched_ranks
+    from finch.evaluation.loading import SHORT, hash_values
 
     settings = {name: {**part.dump_config(), "metadata": None} for name, part in parts.items()}  # it has the data root
     documents = [str(document) for part in parts.values() for document in part.eval_docs]

@@ -119,10 +119,8 @@ class Harness:
         torch.manual_seed(TORCH_SEED)
         is_chat = task.uses_chat_template and self.has_chat_template
         model.add_bos_token = False if is_chat else None  # the template has written it, or training had none
-        for part in self._parts[
-            task.name
-        ].values():  # else each model would draw on, and have other examples in its prompts
-            part.set_fewshot_seed(seed=SHOTS_SEED)
+        for part in self._parts[task.name].values():
+            part.set_fewshot_seed(seed=SHOTS_SEED)  # each model would draw on, and have other examples in its prompts
         results = lm_eval.evaluate(
             lm=model,
             task_dict={"tasks": self._parts[task.name], "groups": {}, "group_map": {}},

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from finch.evaluation.tasks.registry import TASKS
 from finch.study.sweep.grid import cells_of, read_grid, write_cell
 from studies.smollm2_tofu import run, score
 from studies.smollm2_tofu.run import GRIDS, QUICK, cost, remove_weights
@@ -42,7 +43,9 @@ def fill(cell, status, *, suites=tuple(SUITES)):
         (cell.folder / name).write_text("x")
     (cell.folder / "evaluation").mkdir()
     for suite in suites:
-        content = {"tasks": dict.fromkeys(SUITES[suite]), "settings": {"limit": None, "data": "hub"}}
+        known = {task: {"definition": TASKS[task].definition(False)} for task in SUITES[suite] if task in TASKS}
+        tasks = dict.fromkeys(SUITES[suite]) | known
+        content = {"tasks": tasks, "settings": {"limit": None, "data": "hub"}}
         (cell.folder / "evaluation" / f"{suite}.json").write_text(json.dumps(content))
 
 

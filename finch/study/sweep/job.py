@@ -18,7 +18,6 @@ from finch.base import run_files
 from finch.base.errors import UserError
 from finch.base.files import atomic_file
 from finch.config.methods import apply_method
-from finch.evaluation.judge import answers_definition
 from finch.evaluation.results import read_result, read_samples, write_result
 from finch.evaluation.tasks.registry import SUITES, TASKS
 from finch.study.report.runs import method_of_config
@@ -394,6 +393,8 @@ def _is_result(path: Path, tasks: set[str], evaluation: Evaluation, written: flo
 
 def _is_current(name: str, content: Mapping[str, Any], root: str | None) -> bool:
     """Whether a result is of the task as it is now, and of its local rows as they are now; of lm-eval's other tasks only the evaluation knows."""
+    from finch.evaluation.judge import answers_definition
+
     if (task := TASKS.get(name)) is None:
         return True
     result, is_chat = content["tasks"][name], content["settings"].get("prompt") == "chat template"

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.tiny_text import WORDS
 from finch.evaluation.results import SuiteResult, TaskResult, base_path, read_result, write_result
-from finch.evaluation.tasks.registry import SUITES
+from finch.evaluation.tasks.registry import SUITES, TASKS
 from finch.study.sweep import local
 from finch.study.sweep.grid import cells_of, read_grid
 from finch.study.sweep.job import FINCH, Job
@@ -80,7 +80,9 @@ class Programs:
             if path.exists() and read_result(path).weights == weights:
                 continue
             [task] = SUITES[suite]
-            result = TaskResult("new", "acc", "test", self.scores[weights], 4, f"{suite}.{task}.jsonl")
+            result = TaskResult(
+                "new", "acc", TASKS[task].definition(False), self.scores[weights], 4, f"{suite}.{task}.jsonl"
+            )
             base = os.path.relpath(out / "base" / path.name, folder)
             samples = [{"doc_id": 0, "doc_hash": "a", "score": self.scores[weights]}]
             result = SuiteResult(
