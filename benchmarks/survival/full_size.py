@@ -10,7 +10,6 @@ full_size.json and full_size.md.
 from __future__ import annotations
 
 import argparse
-import math
 import operator
 import os
 import re
@@ -23,18 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from benchmarks.speed.gpu import choose_model
 from benchmarks.tiny_job import ROOT, environment
-from finch.base import run_files
-from finch.config.instantiate import build
-from finch.plan.gpu_check.models import Model, Weights, draw_weight, write_base
+from finch.plan.gpu_check.models import Model, draw_weights, write_base
 from finch.plan.gpu_check.phases import Phase, run_phases
-from finch.plan.gpu_check.plain_model import worst_loss
 from finch.plan.gpu_check.processes import Ranks
 from finch.plan.gpu_check.report import Check
-from finch.plan.gpu_check.runs import KillAfter, job
+from finch.plan.gpu_check.runs import KillAfter, compare_losses, job, losses_of
 
 PHASE = Phase("saves at full size", "benchmarks.survival.full_size:run", 480, 0)
 _EVERY, _KILLED_AFTER = 3, 8
@@ -63,11 +58,11 @@ def run(check: Check) -> None:
     if model is None:
         return
     start = time.time()
-    write_base(check.folder, model, _weights(model, check.device))
+    write_base(check.folder, model, draw_weights(model, check.device, torch.bfloat16))
     check.measured("seconds to write the pretrained folder", time.time() - start)
     with check.case("a run without saves"):
         ends = _train(check, "straight", model, dtype)
-        losses = _losses(check.folder / "straight")
+        losses = losses_of(check.folder / "straight")
         shutil.rmtree(check.folder / "straight")
         check.measured("seconds per step without saves", statistics.median(map(operator.sub, ends[1:], ends)))
     saves: dict[str, Any] = {"checkpoint": {"every_n_steps": _EVERY}}
@@ -80,20 +75,11 @@ def run(check: Check) -> None:
         first = len(losses) - len(ends) + 1
         check.measured("seconds from the start to the end of the first resumed step", ends[0] - start)
         check.equal(f"resumed after a save of every {_EVERY} steps", (first - 1) % _EVERY, 0, note=f"at step {first}")
-        seen = _losses(check.folder / "killed")
-        error = worst_loss(seen, losses) if len(seen) == len(losses) else math.inf
-        check.at_most("losses against the run without saves", error, _LIMIT, note=f"{len(seen)} steps")
+        seen = losses_of(check.folder / "killed")
+        compare_losses(check, "the killed and resumed run against the one without saves", seen, losses, _LIMIT)
     for log in sorted(check.folder.glob("killed*.log")):
         for step, seconds in _SAVED.findall(log.read_text(encoding="utf-8", errors="replace")):
             check.measured(f"{log.stem}: seconds to save step {step}", float(seconds))
-
-
-def _weights(model: Model, device: str) -> Weights:
-    """Random ones in bf16, drawn on the device: a host would take minutes."""
-    generator = torch.Generator(device).manual_seed(0)
-    with torch.device("meta"):
-        shapes = build(OmegaConf.create(model.block), "model").state_dict()
-    return {name: draw_weight(like.shape, generator).to("cpu", torch.bfloat16) for name, like in shapes.items()}
 
 
 def _train(check: Check, name: str, model: Model, dtype: str, killed_after: int = 0, **changes: Any) -> list[float]:
@@ -107,10 +93,6 @@ def _train(check: Check, name: str, model: Model, dtype: str, killed_after: int 
     if running.codes != [-signal.SIGKILL if killed_after else 0]:
         raise RuntimeError(running.last_lines())
     return [*map(float, clock.read_text(encoding="utf-8").split())]
-
-
-def _losses(run: Path) -> list[float]:
-    return [line["loss"] for line in run_files.read_metrics(run / run_files.METRICS) if "loss" in line]
 
 
 def main() -> None:

@@ -30,8 +30,8 @@ def test_a_run_is_timed_killed_and_resumed(tmp_path, monkeypatch):
     full_size.run(check)
     lines = {line.name: line for line in check.lines}
     assert {line.status for line in check.lines} == {"measured", "ok"}
-    compared = lines["losses against the run without saves"]
-    assert (compared.seen, compared.note) == (0, "12 steps")  # one process on a CPU: bit for bit
+    compared = lines["the killed and resumed run against the one without saves"]
+    assert (compared.seen, compared.note) == (0, "losses of 12 steps")  # one process on a CPU: bit for bit
     assert lines["seconds from the start to the end of the first resumed step"].seen > 0
     saved = [name.rpartition(": ")[2] for name in lines if name.startswith("killed_")]
     assert "seconds to save step 3" in saved

@@ -20,9 +20,9 @@ from finch.base.extras import require_extras
 from finch.base.log import logger
 from finch.integrations.titan.checkpoints import (
     FINCH_STATE,
-    HF_INDEX,
     SCHEDULER_STATE,
     complete_steps,
+    folder_of,
     folder_to_load,
     names_in,
     way_to_resume,
@@ -32,7 +32,7 @@ from finch.integrations.titan.losses import ObjectiveLoss, build_objective, inne
 from finch.integrations.titan.lr_scheduler import FinchLRSchedulersContainer, build_schedule
 from finch.integrations.titan.recipe_config import RECIPE_KEYS, pretrained_folder
 from finch.models.hf_config import attention_window, is_tied, read_json, rope_settings
-from finch.weights.files import open_safetensors
+from finch.weights.files import SAFETENSORS_INDEX, open_safetensors
 
 _ROWS_STATE = "dataloader.dp_rank_"
 _UNUSED, _LAYER = re.compile(r"rotary_emb\.inv_freq$|^mtp\."), re.compile(r"\blayers\.(\d+)\.")
@@ -165,8 +165,8 @@ def _check_loss(loss: Any, parallelism: Any) -> None:
 
 def _check_checkpoint(config: Any) -> None:
     """Reads the names in the checkpoint that the run will load, without its tensors."""
-    checkpoint, run = config.checkpoint, Path(config.dump_folder) / config.checkpoint.folder
-    folder = folder_to_load(run, checkpoint)
+    checkpoint, run = config.checkpoint, folder_of(config)
+    folder = folder_to_load(config)
     if folder is None or not folder.is_dir():
         if not (
             checkpoint.enable and (checkpoint.initial_load_in_hf or checkpoint.initial_load_path or complete_steps(run))
@@ -284,6 +284,6 @@ def _check_weights(config: Any) -> None:
 
 def _stored(folder: Path) -> set[str]:
     """The names of a Hugging Face folder's weights."""
-    if (folder / HF_INDEX).is_file():
-        return set(read_json(folder / HF_INDEX)["weight_map"])
+    if (folder / SAFETENSORS_INDEX).is_file():
+        return set(read_json(folder / SAFETENSORS_INDEX)["weight_map"])
     return {name for file in folder.glob("*.safetensors") for name in open_safetensors(file).keys()}  # noqa: SIM118 (not a dict)

@@ -86,12 +86,15 @@ def medium_models(device: str) -> dict[str, Model]:
 @functools.cache
 def initial_weights(model: Model) -> Weights:
     """Random fp32 weights by the names of the decoder's state dict, on the host: large enough that attention and positions matter."""
-    generator, weights = torch.Generator().manual_seed(0), {}
+    return draw_weights(model, "cpu", torch.float32)
+
+
+def draw_weights(model: Model, device: str, dtype: torch.dtype) -> Weights:
+    """The same, drawn on ``device``, where a large model's take seconds, and kept in ``dtype``; on the host."""
+    generator = torch.Generator(device).manual_seed(0)
     with torch.device("meta"):
         shapes = build(OmegaConf.create(model.block), "model").state_dict()
-    for name, like in shapes.items():
-        weights[name] = draw_weight(like.shape, generator)
-    return weights
+    return {name: draw_weight(like.shape, generator).to("cpu", dtype) for name, like in shapes.items()}
 
 
 def draw_weight(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,11 +78,17 @@ def kill_hook(rank: int = 0) -> dict[str, Any]:
 def compare_resumed(check: Check, name: str, *, is_exact: bool) -> None:
     """Resumes the run "killed" and compares its losses with those of "straight"."""
     train(job(check, "killed", resume_from_checkpoint=True))
-    metrics = [run_files.read_metrics(check.folder / run / run_files.METRICS) for run in ("straight", "killed")]
-    expected, seen = ([line["loss"] for line in lines if "loss" in line] for lines in metrics)
-    error = worst_loss(seen, expected) if len(seen) == len(expected) else math.inf
     limit = _CUDA_LIMIT if check.device != "cpu" else 0.0 if is_exact else _CPU_LIMIT
+    compare_losses(check, name, losses_of(check.folder / "killed"), losses_of(check.folder / "straight"), limit)
+
+
+def compare_losses(check: Check, name: str, seen: list[float], expected: list[float], limit: float) -> None:
+    error = worst_loss(seen, expected) if len(seen) == len(expected) else math.inf
     check.at_most(name, error, limit, note=f"losses of {len(seen)} steps")
+
+
+def losses_of(run: Path) -> list[float]:
+    return [line["loss"] for line in run_files.read_metrics(run / run_files.METRICS) if "loss" in line]
 
 
 def _resume(check: Check) -> None:

@@ -31,7 +31,7 @@ class Measure:
     Attributes:
         name: the task's, or the probe's, with its metric where several metrics of the probe could be meant (``own_answers.kl``).
         source: the suite, ``probe`` or ``validation_loss``.
-        unit: ``points`` (scores are fractions, shown in percent) ``nats`` (losses and divergences in nats per token), or ``nats per character``.
+        unit: ``points`` (scores are fractions, shown in percent), ``nats`` (losses and divergences in nats per token), or ``nats per character``.
         is_higher_better: False for losses, divergences and Brier's error.
         key: of its values in metrics.jsonl; empty for a task.
         is_at_chance: the pretrained model is not above chance: the 95% interval of its score includes it, or lies below.
@@ -147,9 +147,9 @@ def _named_old(names: Sequence[str], known: Mapping[str, Measure], new: Measure 
     chosen = list({(one.source, one.key or one.name): one for one in (known[name] for name in names)}.values())
     if new is not None and any((one.key or one.name) == (new.key or new.name) for one in chosen):
         raise UserError(f"{option}: {new.name} is the new task; leave it out, or choose another one by --new-task")
-    of_unit = {unit: [one.name for one in chosen if one.unit == unit] for unit in _UNITS}
-    texts = " and ".join(f"{', '.join(those)} in {unit}" for unit, those in of_unit.items() if those)
-    if len({one.unit for one in chosen}) > 1:
+    of_unit = {unit: those for unit in _UNITS if (those := [one.name for one in chosen if one.unit == unit])}
+    if len(of_unit) > 1:
+        texts = " and ".join(f"{', '.join(those)} in {unit}" for unit, those in of_unit.items())
         raise UserError(f"{option}: {texts} have no common mean; name tasks of one unit")
     return [replace(one, role=OLD) for one in chosen]
 
