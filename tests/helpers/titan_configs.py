@@ -78,7 +78,7 @@ def plain() -> Trainer.Config:
         model_spec=llama(base),
         optimizer=default_adamw(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0),
         training=TrainingConfig(
-            local_batch_size=8, seq_len=128, steps=20, mixed_precision_param="float32", disable_cuda_graphs=True
+            local_batch_size=8, seq_len=128, steps=12, mixed_precision_param="float32", disable_cuda_graphs=True
         ),
         dataloader=RowsDataLoader.Config(data_files=os.environ["FINCH_TEST_ROWS"], split="train[:64]", is_packed=False),
         metrics=MetricsProcessor.Config(log_freq=1, disable_color_printing=True),

@@ -179,7 +179,8 @@ def _check_checkpoint(config: Any) -> None:
     parallelism = config.parallelism
     others = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
     ranks, given = int(os.environ.get("WORLD_SIZE", 0)) // others, sum(name.startswith(_ROWS_STATE) for name in names)
-    if ranks and given not in (0, ranks) and "dataloader" not in excluded:
+    is_of_any = given == 1 and isinstance(config.dataloader, RowsDataLoader.Config)  # number of ranks
+    if ranks and given not in (0, ranks) and not is_of_any and "dataloader" not in excluded:
         raise UserError(
             f"{folder} is of {given} data-parallel ranks, and this run has {ranks}: TorchTitan divides the rows otherwise; start {given}, or the rows "
             "anew with --checkpoint.exclude_from_loading dataloader"

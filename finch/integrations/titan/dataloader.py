@@ -37,7 +37,7 @@ TOFU = "locuslab/TOFU"
 """The rows of the packaged configs."""
 DATE_FILE = "first_start_date"
 """In the dump folder, where the chat template writes today's date."""
-_ORDER = "finch_order"
+_ORDER, _STEP_SAMPLES = "finch_order", "training.global_batch_size"
 
 
 class RowsDataLoader(ParallelAwareDataloader):
@@ -124,18 +124,16 @@ class RowsDataLoader(ParallelAwareDataloader):
             snapshot_every_n_steps=snapshot_every_n_steps or 1,
             batch_size=local_batch_size,
         )
+        self._rank_id = "dp_rank_0"  # the state is the same on all ranks, and is read by any number of them
         self.rounds_per_epoch, self.chat_tokenizer = dataset.rounds_per_epoch, dataset.tokenizer
         self._samples, self._seq_len = dataset.samples, seq_len
-        self._order: dict[str, Any] = {
-            "dataloader.seed": config.seed,
-            "dataloader.is_shuffled": config.is_shuffled,
-            "training.local_batch_size": local_batch_size,
-            "data-parallel ranks": dp_world_size,
-        }
+        self._round_samples = local_batch_size * dp_world_size
+        self._order: dict[str, Any] = {"dataloader.seed": config.seed, "dataloader.is_shuffled": config.is_shuffled}
 
-    def read_rows(self, parallel: Parallel) -> None:
+    def read_rows(self, parallel: Parallel, accumulation: int = 1) -> None:
         """Reads each row once, divided over the ranks, and warns of what is unusual, such as truncated rows; a collective. The state then has
-        the rows' digest. Raises UserError for a row that cannot be used, or where none has a target."""
+        the rows' digest and the samples of a step, by which another number of ranks continues it. Raises UserError for a row that cannot be
+        used, or where none has a target."""
         from finch.data.stats import DatasetStats, collect_stats
 
         share = collect_stats(self._samples, parallel.data_parallel_rank, parallel.data_parallel_size, self._seq_len)
@@ -149,6 +147,7 @@ class RowsDataLoader(ParallelAwareDataloader):
                 "dataloader: no row has a target token within training.seq_len; raise it, or check the template"
             )
         self._order["rows"] = f"{len(self._samples)} ({stats.digest:016x})"
+        self._order[_STEP_SAMPLES] = self._round_samples * accumulation
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -157,21 +156,23 @@ class RowsDataLoader(ParallelAwareDataloader):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As TorchTitan's. Raises UserError where rows would be seen twice, or never."""
-        saved = pickle.loads(state_dict[self._rank_id]) if self._rank_id in state_dict else {}
-        for key, value in saved.get(_ORDER, {}).items():
+        """As TorchTitan's, and on another number of ranks. Raises UserError where its steps would have other rows."""
+        saved = pickle.loads(state_dict[self._rank_id]).get(_ORDER, {}) if self._rank_id in state_dict else {}
+        for key, value in saved.items():
             if self._order.get(key, value) != value:
                 raise UserError(
-                    f"{key}: the checkpoint has {value}, and this run {self._order[key]}: rows would be seen twice or never; resume with the "
+                    f"{key}: the checkpoint has {value}, and this run {self._order[key]}, whose steps would have other rows; resume with the "
                     "checkpoint's, or start the rows anew with --checkpoint.exclude_from_loading dataloader"
                 )
+        if _STEP_SAMPLES in saved:
+            state_dict = {**state_dict, "world_size": self.dp_world_size}
         super().load_state_dict(state_dict)
 
 
 class RowSequences(IterableDataset[Sequence], Stateful):
     """A rank's sequences, epoch after epoch: ``{"input": [seq], "positions": [seq]}`` and labels, [seq], -100 where ignored.
 
-    The state is the epoch and how many of its sequences the rank has had.
+    The state is the epoch and how many of its samples all ranks have had.
 
     Attributes:
         samples: finch's rows, or packs of them.
@@ -211,31 +212,28 @@ class RowSequences(IterableDataset[Sequence], Stateful):
                 f"training.local_batch_size={micro_batch} on {num_ranks} ranks is larger than the dataset of {len(rows)} samples; lower it"
             )
         self.rounds_per_epoch = self._order.steps_per_epoch
-        self._epoch = self._position = 0
+        self._epoch = self._consumed = 0
 
     def __iter__(self) -> Iterator[Sequence]:
-        while True:
-            for index in self._indices()[self._position :]:
-                self._position += 1
-                yield to_sequence(self.samples[index], self._seq_len, self._pad_id)
-            if not self._is_infinite:
-                return
-            self._epoch, self._position = self._epoch + 1, 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self._epoch, "position": self._position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._epoch, self._position = state["epoch"], state["position"]
-
-    def _indices(self) -> list[int]:
-        """This rank's row indices of the epoch, with the same number on all ranks."""
         from finch.data.order import EMPTY
 
-        indices: list[int] = []
-        for batch in self._order.micro_batches(self._rank, self._epoch):
-            indices += batch + [EMPTY] * (self._micro_batch - len(batch))
-        return indices
+        while True:
+            for batch in self._order.micro_batches(self._rank, self._epoch, self._consumed):
+                # Before its rows: the state that is saved after them is read at the last one.
+                self._consumed += self._order.global_batch
+                for index in batch + [EMPTY] * (self._micro_batch - len(batch)):
+                    yield to_sequence(self.samples[index], self._seq_len, self._pad_id)
+            if not self._is_infinite:
+                return
+            self._epoch, self._consumed = self._epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self._epoch, "consumed": self._consumed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._epoch = state["epoch"]
+        # Earlier versions counted the rows of one rank.
+        self._consumed = state.get("consumed", state.get("position", 0) * self._order.ranks)
 
 
 def keep_date(config: Any) -> None:

@@ -74,7 +74,7 @@ class FinchTrainer(Trainer):
         if isinstance(self.dataloader, RowsDataLoader):
             from finch.integrations.titan.recipe_hooks import parallel_of
 
-            self.dataloader.read_rows(parallel_of(self))
+            self.dataloader.read_rows(parallel_of(self), self.gradient_accumulation_steps)
         self.run_metrics = RunMetrics(self, self.metrics_processor.logger)
         self.metrics_processor.logger = self.run_metrics
         inner = self.loss_fn.loss_fn if isinstance(self.loss_fn, ChunkedLossWrapper) else self.loss_fn

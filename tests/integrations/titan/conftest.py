@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -28,15 +29,15 @@ def titan_configs(shared_data: Path) -> ModuleType:
 def one_rank(once, shared_data: Path) -> dict[str, TitanRun]:
     """Runs on one process."""
     dataset, short = ("--lr_scheduler.init", "dataset"), ("--training.steps", "6")
-    saved = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "10")
+    saved = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "9")
     twice = ("--training.local_batch_size", "4", "--training.global_batch_size", "8")
     rare = ("--metrics.log_freq", "4", "--checkpoint.last_save_model_only")
     changed, four = ("--dataloader.split", "train[:32]"), ("--checkpoint.interval", "4")
     jobs = [
         job("straight", *dataset),
         job("accumulated", *twice, *dataset),
-        job("resumed_first", *dataset, *saved, "--training.steps", "12", folder="resumed"),
-        job("resumed", *dataset, *saved, "--checkpoint.load_step", "10"),
+        job("resumed_first", *dataset, *saved, "--training.steps", "10", folder="resumed"),
+        job("resumed", *dataset, *saved, "--checkpoint.load_step", "9"),
         job("other_first", "--training.steps", "2", config="plain", folder="other"),
         job("other", "--checkpoint.exclude_from_loading", "lr_scheduler", *short),
         job("skipped", "--lr_scheduler.on_nonfinite", "skip", *short, nonfinite={3: "loss", 5: "gradient"}),
@@ -56,18 +57,19 @@ def one_rank(once, shared_data: Path) -> dict[str, TitanRun]:
 
 
 @pytest.fixture(scope="session")
-def two_ranks(once, shared_data: Path) -> dict[str, TitanRun]:
-    """Runs on two processes."""
+def two_ranks(once, shared_data: Path, one_rank: dict[str, TitanRun]) -> dict[str, TitanRun]:
+    """Runs on two processes, one of which continues one of ``one_rank``."""
     dataset, half = ("--lr_scheduler.init", "dataset"), ("--training.local_batch_size", "4")
     replicate = ("--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "1")
-    saved = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "10")
+    saved = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "9")
     skip = ("--lr_scheduler.on_nonfinite", "skip", "--training.steps", "4")
     jobs = [
         job("fsdp", *dataset, *half),
         job("hsdp", *dataset, *half, *replicate),
         job("tensor", *dataset, "--parallelism.tensor_parallel_degree", "2"),
-        job("resumed_first", *dataset, *half, *saved, "--training.steps", "12", folder="resumed"),
-        job("resumed", *dataset, *half, *saved, "--checkpoint.load_step", "10"),
+        job("resumed_first", *dataset, *half, *saved, "--training.steps", "10", folder="resumed"),
+        job("resumed", *dataset, *half, *saved, "--checkpoint.load_step", "9"),
+        job("resharded", *dataset, *half, "--checkpoint.load_step", "9"),
         job("skipped", *half, *skip, nonfinite={3: "gradient"}),
         job("validated", *half, "--training.steps", "2", config="validated"),
         job("preserving", *half, "--training.steps", "8", config="preserving"),
@@ -81,7 +83,13 @@ def two_ranks(once, shared_data: Path) -> dict[str, TitanRun]:
         ),
         job("tensor_skipped", "--parallelism.tensor_parallel_degree", "2", *skip, nonfinite={3: "gradient"}),
     ]
-    return finished(jobs, once("titan_2", lambda folder: run_jobs(2, jobs, folder, shared_data)))
+
+    def run(folder: Path) -> None:
+        shutil.copytree(one_rank["resumed"].folder, folder / "resharded")
+        shutil.rmtree(folder / "resharded/checkpoint/step-12")
+        run_jobs(2, jobs, folder, shared_data)
+
+    return finished(jobs, once("titan_2", run))
 
 
 @pytest.fixture(scope="session")

@@ -95,13 +95,31 @@ def test_state_continues_with_the_next_batch(build):
     assert tokens_of(before) + tokens_of(take(resumed, 2)) == straight
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_state_continues_on_another_number_of_ranks(build, workers):
+    straight, loader, one = tokens_of(take(build(), 9)), build(num_workers=workers), Parallel(torch.device("cpu"))
+    loader.read_rows(one)
+    batches = iter(loader)
+    for _ in range(7):  # into the second epoch
+        next(batches)
+    found = []
+    for rank in range(2):
+        resumed = build(rank, 2, 1, num_workers=workers)
+        resumed.read_rows(one, accumulation=2)
+        resumed.load_state_dict(loader.state_dict())
+        found.append(tokens_of(take(resumed, 4)))
+    for step in range(2):
+        rows = [row for half in found for row in half[2 * step : 2 * step + 2]]
+        assert sorted(rows) == sorted(straight[28 + 4 * step :][:4])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seed": 1}, "dataloader.seed: the checkpoint has 0, and this run 1: rows would be seen twice or never"),
+        ({"seed": 1}, "dataloader.seed: the checkpoint has 0, and this run 1, whose steps would have other rows"),
         ({"is_shuffled": False}, "dataloader.is_shuffled: the checkpoint has True"),
-        ({"batch": 2}, "training.local_batch_size: the checkpoint has 4"),
-        ({"ranks": 2}, "data-parallel ranks: the checkpoint has 1, and this run 2"),
+        ({"batch": 2}, "training.global_batch_size: the checkpoint has 4, and this run 2"),
+        ({"ranks": 2}, "training.global_batch_size: the checkpoint has 4, and this run 8"),
         ({"split": "train[21:42]"}, "rows: the checkpoint has 21 "),
     ],
 )

@@ -29,7 +29,7 @@ def test_lr_equals_scalar_reference_and_loss_the_logged_loss(one_rank, two_ranks
         expected = finch_rates(losses, ETA_BASE, ETA_MAX, start)
         assert largest_difference(run.column("lr"), expected) < 1e-12
         assert largest_difference(result["rates"], expected) < 1e-6  # fp32 in the optimizer
-        assert len(set(expected)) == len(expected) == 20
+        assert len(set(expected)) == len(expected) == 12
         steps, logged = zip(*result["logged"], strict=True)
         assert list(steps) == [line["step"] for line in run.lines()]
         assert largest_difference(losses, logged) < 1e-6
@@ -80,9 +80,9 @@ def test_differences_are_named(titan_configs):
 def test_rates_equal_the_recipes(one_rank, two_ranks, recipe_runs, ranks):
     expected = recipe_runs["straight"]
     for run in (one_rank["straight"], one_rank["accumulated"]) if ranks == 1 else map(two_ranks.get, LAYOUTS):
-        assert largest_difference(run.column("lr"), expected.column("lr")[:20]) < 1e-6
-        assert largest_difference(run.column("loss"), expected.column("loss")[:20]) < 5e-6
-        assert run.column("num_target_tokens") == expected.column("num_target_tokens")[:20]
+        assert largest_difference(run.column("lr"), expected.column("lr")[:12]) < 1e-6
+        assert largest_difference(run.column("loss"), expected.column("loss")[:12]) < 5e-6
+        assert run.column("num_target_tokens") == expected.column("num_target_tokens")[:12]
 
 
 @pytest.mark.parametrize("objective", ["dft", "eaft", "talr"])
@@ -100,6 +100,13 @@ def test_resume_continues_bit_for_bit(one_rank, two_ranks, ranks):
         assert resumed.column(name) == straight.column(name), name
     one, other = straight.weights(), resumed.weights()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_run_continues_on_another_number_of_ranks(one_rank, two_ranks):
+    straight, run = one_rank["straight"], two_ranks["resharded"]
+    assert run.column("step") == list(range(1, 13))
+    for name, tolerance in (("lr", 1e-6), ("loss", 5e-6), ("grad_norm", 1e-4)):
+        assert largest_difference(run.column(name), straight.column(name)) < tolerance, name
 
 
 def test_run_of_another_scheduler_continues_with_finch(one_rank):
