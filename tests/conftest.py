@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -28,6 +29,12 @@ from helpers.ranks import close_rank_servers
 from helpers.runs import FULL, ROOT, Run, run_here, validated, write_rows
 
 from benchmarks.tiny_job import make_base, make_config
+
+
+def pytest_collection_finish() -> None:
+    """What the modules have imported is left out of collections, which a Trainer, a compilation and a run ask for: a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
