@@ -44,6 +44,7 @@ from finch.optim.finch_lr import ETA_MAX, FinchLR
 
 require_extras("finch.integrations.transformers", "hf")
 
+from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -213,6 +214,8 @@ class FinchCallback(TrainerCallback, ExportableState):
 
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         _remove_hooks(kwargs["model"])
+        if isinstance(self._collate, _AddLabels):
+            self._loader.collate_fn = self._collate.collate  # of a loader that the Trainer keeps
 
     def _check_trainer(self, args: TrainingArguments, state: TrainerState, **kwargs: Any) -> None:
         """Raises UserError where FINCH cannot work; before the first step, and where possible in the Trainer's constructor."""
@@ -259,7 +262,8 @@ class FinchCallback(TrainerCallback, ExportableState):
         # The labels of another iterable are seen where the model gets them.
         collate = getattr(loader, "collate_fn", None)
         if collate is not None and not isinstance(collate, _AddLabels):
-            loader.collate_fn = _AddLabels(collate)
+            loader.collate_fn = collate = _AddLabels(collate)
+        self._loader, self._collate = loader, collate
         self._labels: torch.Tensor | None = None
         _hooks[model] = [
             model.register_forward_pre_hook(self._take_labels, with_kwargs=True),
@@ -352,6 +356,7 @@ class SelfReplay(TrainerCallback):
         self._num_rows, self._share, self._strength, self._seed = rows, share, strength, seed
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
         self._answers: list[Answer] = []
+        self._of: Callable[[], Any] = lambda: None  # whose answers they are
         self._shares: list[list[Answer]] = []
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
@@ -364,21 +369,36 @@ class SelfReplay(TrainerCallback):
             raise UserError(
                 "SelfReplay shards the replayed rows over the ranks, which tensor parallel does not support; use DDP or FSDP2"
             )
-        if args.fp16:
-            raise UserError("fp16=True scales the loss, which SelfReplay's term would not follow; use bf16")
+        if (
+            args.fp16 or getattr(kwargs.get("optimizer"), "scaler", None) is not None
+        ):  # the latter from accelerate launch
+            raise UserError("fp16 scales the loss, which SelfReplay's term would not follow; use bf16")
+        if args.world_size > 1 and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise UserError(
+                "gradient_checkpointing_kwargs: use_reentrant=True with DDP allows one pass in a step, and SelfReplay runs two; set it to False"
+            )
+        if vars(state).setdefault("_self_replay", self) is not self:
+            raise UserError(
+                "callbacks: the Trainer has two SelfReplay callbacks, of which one would train; leave one out"
+            )
         file = Path(args.output_dir or "") / ANSWERS_FILE
         if state.global_step == 0 and tokenizer is None:
             raise UserError("SelfReplay needs the tokenizer: Trainer(processing_class=tokenizer)")
-        self._answers = _kept(file, args, state, lambda: self._generate(model, tokenizer), self._answers)
+        settings = _digest((self._prompts, self._num_rows, self._options))
+        make = functools.partial(self._generate, model, tokenizer)
+        self._answers = _kept(file, args, state, make, self._answers if self._of() is model else [], [settings])
+        self._of = weakref.ref(model)
         loader = kwargs["train_dataloader"]
+        self._is_within_epoch = state.global_step > 0 and not args.ignore_data_skip
         self._is_sharded = has_module(model, FSDPModule)
         self._micro_batches = len(loader) if has_length(loader) else None
         _remove_replay_hook(model)  # left by a run that ended with an error
         _replay_hooks[model] = model.register_forward_hook(self._add_term)
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        # A resumed run goes on in the middle of an epoch, unless it skips no rows.
-        self._epoch_start = state.global_step if args.ignore_data_skip else 0
+        # A resumed run goes on in the middle of an epoch, unless it skips no rows; and a callback may end an epoch early.
+        self._epoch_start = 0 if self._is_within_epoch else state.global_step
+        self._is_within_epoch = False
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         number = args.gradient_accumulation_steps
@@ -393,8 +413,14 @@ class SelfReplay(TrainerCallback):
         self._shares = [rows[slot::slots] for slot in range(args.process_index, slots, args.world_size)]
         self._num_tokens, self._kl = sum(len(row.top) for row in rows), torch.zeros((), device=args.device)
         self._scale = self._strength * args.world_size / self._num_tokens
+        self._loader, self._has_replayed = GradientState().active_dataloader, False
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        if not self._has_replayed:
+            raise UserError(
+                "model: no training forward of this step went through it, so that nothing was replayed; the Trainer must call the model it was given, in "
+                "training mode"
+            )
         if has_ranks():
             distributed.all_reduce(self._kl)
         self._kl /= self._num_tokens
@@ -431,7 +457,9 @@ class SelfReplay(TrainerCallback):
     def _add_term(self, module: nn.Module, args: Any, output: Any) -> Any:
         if is_replaying(module) or not module.training or not torch.is_grad_enabled() or not self._shares:
             return output
-        rows = self._shares.pop(0)
+        if GradientState().active_dataloader is not self._loader:  # of another Trainer, after an interrupt of this one
+            return output
+        rows, self._has_replayed = self._shares.pop(0), True
         if rows or self._is_sharded:  # FSDP2's passes are collectives: a share without rows runs one of no weight
             kl = replay_kl_sum(module, rows or self._answers[:1]) * bool(rows)
             self._kl += kl.detach()
@@ -501,12 +529,17 @@ class ForgettingCallback(TrainerCallback):
         self._trainer, self._every_n_steps, self._budget, self._action = trainer, every_n_steps, budget, action
         self._max_new_tokens, self._top_k = max_new_tokens, top_k
         self._answers: list[Answer] = []
+        self._of: Callable[[], Any] = lambda: None  # whose answers they are
         self.metrics: dict[str, float] = {}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         model, tokenizer = kwargs["model"], kwargs.get("processing_class")
+        if getattr(self._trainer, "state", state) is not state:
+            raise UserError(
+                "ForgettingCallback(trainer) was given another Trainer than the one that it is added to; give that one"
+            )
         if tokenizer is None:
             raise UserError("ForgettingCallback needs the tokenizer: Trainer(processing_class=tokenizer)")
         if getattr(args, "deepspeed_plugin", None) is not None:
@@ -518,12 +551,13 @@ class ForgettingCallback(TrainerCallback):
         options = {"max_new_tokens": self._max_new_tokens, "top_k": self._top_k}
         stops = _stop_tokens(model, tokenizer)
         make = functools.partial(measured_answers, model, prompts, stop_tokens=stops, **options)
-        # Of the texts: a chat template may write the date.
-        digest = hashlib.sha256(repr(self._prompts).encode()).hexdigest()
-        self._answers = _kept(file, args, state, make, self._answers, digest)
+        # Of the texts: a chat template may write the date. Earlier versions had only these.
+        digests = [_digest((self._prompts, options)), _digest(self._prompts)]
+        self._answers = _kept(file, args, state, make, self._answers if self._of() is model else [], digests)
+        self._of = weakref.ref(model)
         is_of_earlier_version = state.global_step > 0 and not digest_of(file)
         if is_of_earlier_version and [each.tokens[: -len(each.top)].tolist() for each in self._answers] != prompts:
-            raise UserError(f"{file} has the answers to other prompts; resume with the same prompts and rows")
+            raise UserError(f"{file} {_OTHER_ANSWERS}")
         self._interval = self._every_n_steps or math.ceil(state.max_steps / 10)
         return self._measure(model, state, control)
 
@@ -658,10 +692,10 @@ def _kept(
     state: TrainerState,
     make: Callable[[], list[Answer]],
     earlier: list[Answer],
-    digest: str = "",
+    digests: Sequence[str],
 ) -> list[Answer]:
     """The pretrained model's answers: made where the run begins, read where it is resumed, and kept where a smaller batch is tried, since the Trainer
-    goes on with the weights of then. ``digest``: of the prompts, which those of a resumed run must have as well."""
+    goes on with the weights of then. ``digests``: of prompts and settings, of which a resumed run must have one; the first is written."""
     if args.auto_find_batch_size and earlier:
         return earlier
     if state.global_step > 0:
@@ -669,8 +703,8 @@ def _kept(
             raise UserError(
                 f"{file} is missing: the answers of the pretrained model, which this resumed run no longer has; start a new run"
             )
-        if digest_of(file) not in ("", digest):
-            raise UserError(f"{file} has the answers to other prompts; resume with the same prompts and rows")
+        if digest_of(file) not in ("", *digests):
+            raise UserError(f"{file} {_OTHER_ANSWERS}")
         return read_answers(file)
     found = [make()]
     if has_ranks():  # the same on all, which a tie could keep them from
@@ -678,8 +712,12 @@ def _kept(
     [answers] = found
     if state.is_world_process_zero:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_answers(answers, file, digest)
+        save_answers(answers, file, digests[0])
     return answers
+
+
+def _digest(settings: Any) -> str:
+    return hashlib.sha256(repr(settings).encode()).hexdigest()
 
 
 def _batch_size(args: TrainingArguments, state: TrainerState) -> int:
@@ -741,6 +779,7 @@ _NO_LABELS = (
     "labels: they did not reach the model, so that FINCH cannot see the loss; the data collator must return them, and a custom "
     "compute_loss must pass on the complete batch"
 )
+_OTHER_ANSWERS = "has the answers to other prompts, or of other settings; resume with the same ones"
 _CONSTANT = "FINCH is the only one to set the learning rate; pass TrainingArguments(lr_scheduler_type='constant') and no scheduler object; for warm-up TrainingArguments(warmup_steps=)"
 
 

@@ -457,24 +457,78 @@ def test_loader_of_ready_batches(cls, name, tmp_path):
         train(tmp_path, finch(init="dataset"), cls=cls)
 
 
+def replaying(folder: Any, *callbacks: Any, **changes: Any) -> Trainer:
+    """A Trainer with a tokenizer of words."""
+    trainer = make_trainer(folder, *callbacks, **changes)
+    trainer.processing_class = trainer.callback_handler.processing_class = tokenizer_of_words()
+    return trainer
+
+
 def test_run_that_was_interrupted_leaves_the_model_to_others(tmp_path):
-    class Interrupting(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            raise KeyboardInterrupt
+    class Interrupting(Trainer):
+        calls = 0
 
-    model = make_model()
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self.calls += 1
+            if self.calls == 2:  # of the two micro-batches of a step
+                raise KeyboardInterrupt
+            return super().training_step(*args, **kwargs)
 
-    def make(name: str, *callbacks: Any, **changes: Any) -> Trainer:
-        trainer = make_trainer(tmp_path / name, *callbacks, model=model, max_steps=1, **changes)
-        trainer.processing_class = trainer.callback_handler.processing_class = tokenizer_of_words()
-        return trainer
-
+    model, one_step = make_model(), {"max_steps": 1}
+    changes = {"model": model, "cls": Interrupting, **one_step}
     with pytest.raises(KeyboardInterrupt):
-        make("broken", finch(), SelfReplay(rows=2, max_new_tokens=2), Interrupting()).train()
-    make("other", label_smoothing_factor=0.1).train()  # whose model gets no labels
-    make("next", finch(), SelfReplay(rows=2, max_new_tokens=2)).train()
+        replaying(tmp_path / "broken", finch(), SelfReplay(rows=2, max_new_tokens=2), **changes).train()
+    model.load_state_dict(make_model().state_dict())
+    smoothed = {"label_smoothing_factor": 0.1, **one_step}  # the model gets no labels
+    for each in (model, fresh := make_model()):
+        replaying(tmp_path / "other", model=each, **smoothed).train()
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), fresh.parameters(), strict=True))
+    replaying(tmp_path / "next", finch(), SelfReplay(rows=2, max_new_tokens=2), model=model, **one_step).train()
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
+
+
+def test_replay_that_was_interrupted_has_no_answers_of_the_earlier_model(tmp_path):
+    class Interrupting(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    replay = SelfReplay(prompts=["a", "b"], max_new_tokens=4)
+    changes = {"auto_find_batch_size": True, "max_steps": 1}
+    with pytest.raises(KeyboardInterrupt):
+        replaying(tmp_path, replay, Interrupting(), **changes).train()
+    other = make_model()
+    with torch.no_grad():
+        other.lm_head.weight.mul_(3)
+    trainer = replaying(tmp_path, replay, model=other, **changes)
+    trainer.train()
+    assert logged(trainer, "replay_kl") == pytest.approx([0], abs=1e-6)
+
+
+def test_replay_that_would_not_train_is_refused(tmp_path):
+    class Evaluating(Trainer):
+        def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(model.eval(), *args, **kwargs)
+
+    replay = SelfReplay(prompts=["a", "b"], max_new_tokens=2)
+    with pytest.raises(UserError, match=r"^model: no training forward of this step .* nothing was replayed"):
+        replaying(tmp_path, replay, cls=Evaluating).train()
+    with pytest.raises(UserError, match="two SelfReplay callbacks"):
+        replaying(tmp_path, replay, SelfReplay(prompts=["a"])).train()
+    args: Any = SimpleNamespace(fp16=False, world_size=2, gradient_checkpointing_kwargs={"use_reentrant": True})
+    state: Any = SimpleNamespace()
+    with pytest.raises(UserError, match=r"^gradient_checkpointing_kwargs: use_reentrant=True with DDP"):
+        replay.on_train_begin(args, state, model=make_model())
+    with pytest.raises(UserError, match=r"^fp16 scales the loss"):
+        replay.on_train_begin(args, state, model=make_model(), optimizer=SimpleNamespace(scaler=object()))
+
+
+def test_loader_that_a_trainer_keeps_has_its_collator_again(tmp_path):
+    trainer = make_trainer(tmp_path, finch(), max_steps=1)
+    loader = trainer.get_train_dataloader()
+    trainer.get_train_dataloader = lambda: loader  # type: ignore[method-assign]
+    trainer.train()
+    assert set(next(iter(loader))) == set(collate(ROWS[:2]))
 
 
 def test_dataset_without_length_is_refused(tmp_path):
@@ -498,8 +552,7 @@ def test_a_stream_is_replayed_to(tmp_path):
     for name, rows in kinds.items():
         callbacks = [finch(), SelfReplay(prompts=["a", "b"], max_new_tokens=4, share=1.0)]
         changes = {"train_sampling_strategy": "sequential", "max_steps": 2}
-        trainer = make_trainer(tmp_path / name, *callbacks, rows=rows, **changes)
-        trainer.processing_class = trainer.callback_handler.processing_class = tokenizer_of_words()
+        trainer = replaying(tmp_path / name, *callbacks, rows=rows, **changes)
         trainer.train()
         found.append([logged(trainer, key) for key in ("loss", "replay_kl")])
     assert found[0] == found[1]
@@ -532,10 +585,24 @@ def test_resumed_run_replays_in_each_micro_batch_of_its_epochs(skips, tmp_path):
 
     for steps, resumed in ((1, None), (5, True)):
         changes = {"save_strategy": "steps", "save_steps": 1, "max_steps": steps, "ignore_data_skip": skips}
-        trainer = make_trainer(tmp_path, finch(), replay, Counting(), rows=ROWS[:9], **changes)
-        trainer.processing_class = trainer.callback_handler.processing_class = tokenizer_of_words()
+        trainer = replaying(tmp_path, finch(), replay, Counting(), rows=ROWS[:9], **changes)
         trainer.train(resume_from_checkpoint=resumed)
     assert counts == ([2, 2, 1, 2, 1] if skips else [2, 1, 2, 1, 2])
+
+
+def test_epoch_that_is_ended_early_is_followed_by_a_whole_one(tmp_path):
+    replay, counts = SelfReplay(prompts=["a", "b"], max_new_tokens=2, share=1.0), []
+
+    class Ending(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            counts.append(len(replay._shares))
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            control.should_epoch_stop = state.global_step == 1
+            return control
+
+    replaying(tmp_path, replay, Ending(), rows=ROWS[:9], max_steps=3).train()
+    assert counts == [2, 2, 1]
 
 
 def test_a_smaller_batch_that_is_tried_replays_the_first_models_answers(tmp_path):
@@ -551,8 +618,7 @@ def test_a_smaller_batch_that_is_tried_replays_the_first_models_answers(tmp_path
     replay = SelfReplay(prompts=["a", "b", "?"], max_new_tokens=4, share=1.0)
     before = replay._generate(make_model(), tokenizer_of_words())
     changes = {"auto_find_batch_size": True, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
-    trainer = make_trainer(tmp_path, finch(), replay, model=model, max_steps=2, **changes)
-    trainer.processing_class = trainer.callback_handler.processing_class = tokenizer_of_words()
+    trainer = replaying(tmp_path, finch(), replay, model=model, max_steps=2, **changes)
     trainer.train()
     smaller = trainer._train_batch_size
     assert smaller < 4
@@ -697,6 +763,12 @@ def test_mistakes_of_measuring_are_named(tmp_path):
     (tmp_path / "moved").rename(tmp_path / "forgetting.safetensors")
     with pytest.raises(UserError, match="has the answers to other prompts"):
         measured(tmp_path, prompts=["b"], **again).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    with pytest.raises(UserError, match="or of other settings; resume with the same ones"):
+        measured(tmp_path, max_new_tokens=5, **again).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    trainer = measured(tmp_path)
+    trainer.callback_handler.callbacks[-1]._trainer = make_trainer(tmp_path)
+    with pytest.raises(UserError, match=r"^ForgettingCallback\(trainer\) was given another Trainer"):
+        trainer.train()
 
 
 def test_examples_of_the_page_train_a_bf16_folder_without_a_pad_token_in_fp32(tmp_path, monkeypatch):
