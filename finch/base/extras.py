@@ -58,7 +58,7 @@ def missing_after_training() -> str | None:
     needs = {"report": "RUN/loss.png is not drawn", "evaluate": "finch evaluate will not start"}
     missing = {extra: text for extra, text in needs.items() if find_spec(PACKAGES[extra][0]) is None}
     packages = ", ".join(PACKAGES[extra][0] for extra in missing)
-    return f"without {packages} {' and '.join(missing.values())}: {install_command(*missing)}" if missing else None
+    return f"without {packages}, {' and '.join(missing.values())}: {install_command(*missing)}" if missing else None
 
 
 def prepare_recipe() -> None:

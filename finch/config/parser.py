@@ -94,6 +94,9 @@ def read(
     find_users_components()
     if flags := [override for override in overrides if override.startswith("--")]:
         raise UsageError(f"{flags[0]} is no option; overrides are key=value, or ~key to remove one")
+    keys = [override.partition("=")[0] for override in overrides]
+    if repeated := sorted({key for key in keys if keys.count(key) > 1}):
+        logger.warning(f"{', '.join(repeated)} on the command line more than once: the last value is taken")
     overrides = readable(overrides)
     file_cfg = load_config(path)
     given: tuple[Any, list[str]] = _text_keys(OmegaConf.to_container(file_cfg)), overrides
@@ -111,9 +114,7 @@ def read(
                 OmegaConf.to_container(cfg, resolve=True)
             if "lora" in names and model is FullFinetuneKeys:
                 command = shlex.join(["finch", "run", parsed.config, *map(format_override, overrides)])
-                raise UserError(
-                    f"method={'+'.join(names)} trains adapters, which needs the recipe finch_lora_finetune, as this command takes it: {command}"
-                )
+                raise UserError(f"method={'+'.join(names)} trains adapters, by another recipe: {command}")
             for name, node in components(cfg) if is_last and is_here else ():
                 # The paper's data sets read local files in place of their source.
                 is_read = node.get("source") and (node.get("data_files") is None or node["_component_"] == ROWS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from finch.optim.finch_lr import FinchLR
 require_extras("finch.integrations.lightning", "lightning")
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 
 
 def count_targets(batch: Any) -> torch.Tensor:
@@ -58,8 +59,7 @@ class FinchCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check(trainer, pl_module, self._resumed)
         self._step_loss = MeanLoss()
-        total_steps = trainer.estimated_stepping_batches  # inf: unknown
-        self.schedule = FinchLR(trainer.optimizers[0], **{"total_steps": total_steps, **self._options})
+        self.schedule = FinchLR(trainer.optimizers[0], **{"total_steps": _total_steps(trainer), **self._options})
         if self._resumed is not None:
             self.schedule.load_state_dict(self._resumed)
             self._resumed = None  # another run with this callback starts anew
@@ -84,6 +84,17 @@ class FinchCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._resumed = state_dict or None
+
+
+def _total_steps(trainer: Trainer) -> float:
+    """Optimizer steps of the complete run, at the most; inf or -1: unknown."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    factors = next((each for each in callbacks if isinstance(each, GradientAccumulationScheduler)), None)
+    batches, epochs, limit = trainer.num_training_batches, trainer.max_epochs, trainer.max_steps
+    if factors is None or epochs in (None, -1) or math.isinf(batches):
+        return trainer.estimated_stepping_batches  # by the first epoch's factor
+    steps = sum(math.ceil(batches / factors.get_accumulate_grad_batches(epoch)) for epoch in range(epochs))
+    return steps if limit == -1 else min(steps, limit)
 
 
 def _check(trainer: Trainer, pl_module: LightningModule, resumed: Any) -> None:

@@ -12,7 +12,9 @@ from finch.base.errors import UserError
 from finch.integrations.step_loss import MeanLoss
 from finch.objectives import EAFT, IGNORE_INDEX, Objective
 
-_AGREEMENT = 1e-3  # relative; a smoothed loss differs by more, an auxiliary one may not
+_AGREEMENT = 1e-3  # relative; a smoothed loss differs by more, an added term may not
+_SCALINGS = ("DivBackward0", "MulBackward0", "ToCopyBackward0")  # autograd's names
+_REPLAYING = "_WithTermBackward"  # of finch.integrations.transformers: the value is the first input's
 
 
 class ObjectiveLoss:
@@ -90,8 +92,10 @@ def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 class LossReader:
     """Sums the unweighted cross-entropies of a batch, without a second pass over the logits where the model's own loss will do.
 
-    The first batches decide: if the model's loss equals the mean cross-entropy of its logits it is used from then on, else (an auxiliary
-    loss of experts, a model with another loss) the logits are. ``read`` may be a part of a compiled graph; ``decide`` waits for the device.
+    The model's loss is used where autograd's graph holds no other term, as a penalty that is 0 in the first step, and where in the first
+    batches it equals the mean cross-entropy of the logits. Else (an auxiliary loss of experts, a model with another loss) the logits are.
+    Without gradients, as in evaluation, the first batches decide alone. ``read`` may be a part of a compiled graph, which shows nothing of
+    autograd's: there the logits are used, in a pass without copies. ``decide`` waits for the device.
     """
 
     def __init__(self) -> None:
@@ -125,11 +129,11 @@ class LossReader:
                     f"model={type(output).__name__}: FINCH needs logits, a loss or log_probs in the model's output; leave return_dict on"
                 )
             return model_sum, num_targets  # a fused loss, as Liger's
+        if getattr(output, "aux_loss", None) is not None or not _may_be_cross_entropy(loss):
+            model_sum = None  # a resumed run, of another first loss, must decide the same
         if model_sum is not None and self._is_model_loss_plain:
             return model_sum, num_targets
         exact = token_losses(logits, targets).double().sum()
-        if getattr(output, "aux_loss", None) is not None:  # a resumed run, of another first loss, must decide the same
-            return exact, num_targets
         if model_sum is not None and self._is_model_loss_plain is None:
             has_targets = num_targets > 0
             is_plain = has_targets & ((model_sum - exact).abs() <= _AGREEMENT * exact.abs())
@@ -143,3 +147,15 @@ class LossReader:
         if any(has_targets for _, has_targets in self._seen):
             self._is_model_loss_plain = all(is_plain for is_plain, has_targets in self._seen if has_targets)
         self._seen.clear()
+
+
+def _may_be_cross_entropy(loss: torch.Tensor | None) -> bool:
+    """Whether ``loss``, [], is by autograd's graph that of ``F.cross_entropy``, divided or multiplied by constants; where there is no graph,
+    as in evaluation, it may be, and where the graph cannot be seen, as in a compiled model, it may not."""
+    if loss is None or torch.compiler.is_compiling():
+        return False
+    node = loss.grad_fn
+    while node is not None and node.name() in (*_SCALINGS, _REPLAYING):
+        inputs = [each for each, _ in node.next_functions if each is not None]
+        node = inputs[0] if len(inputs) == 1 or node.name() == _REPLAYING else None
+    return not loss.requires_grad or (node is not None and node.name().startswith("NllLoss"))

@@ -74,7 +74,7 @@ def own_answers(
     found = answer_tokens(
         model, prompts, stop_tokens=stop_tokens, max_new_tokens=max_new_tokens, temperature=temperature, stream=stream
     )
-    with _evaluating(model), _replaying(model):
+    with evaluating(model), _replaying(model):
         for prompt, answer in zip(prompts, found, strict=True):
             tokens = torch.tensor([*prompt, *answer])
             logits = model(input_ids=tokens[None].to(next(model.parameters()).device)).logits[0]
@@ -99,7 +99,7 @@ def answer_tokens(
         )
     draws = uniform_draws(len(prompts), max_new_tokens, stream).to(next(model.parameters()).device)
     found: list[list[int]] = []
-    with _evaluating(model), _replaying(model):
+    with evaluating(model), _replaying(model):
         for start in range(0, len(prompts), BATCH_ROWS):
             rows = [list(prompt) for prompt in prompts[start : start + BATCH_ROWS]]
             found += _continue(model, rows, draws[start : start + BATCH_ROWS], temperature, stop_tokens)
@@ -128,7 +128,7 @@ def measured_answers(
     found = answer_tokens(model, prompts, stop_tokens=stop_tokens, max_new_tokens=max_new_tokens)
     rows = [(torch.tensor([*prompt, *answer]), len(answer)) for prompt, answer in zip(prompts, found, strict=True)]
     answers: list[Answer] = []
-    with _evaluating(model):
+    with evaluating(model):
         for batch in _batches(rows):
             logits = _logits(model, batch)
             answers += [_answer(tokens, each, top_k) for (tokens, _), each in zip(batch, logits, strict=True)]
@@ -138,7 +138,7 @@ def measured_answers(
 def answer_kl(model: Any, answers: Sequence[Answer]) -> torch.Tensor:
     """[answers] KL(pretrained || model) in evaluation mode, each the sum over an answer's tokens, in nats."""
     sums: list[torch.Tensor] = []
-    with _evaluating(model):
+    with evaluating(model):
         for batch in _batches(answers):
             kl = _token_kl(model, batch)
             sums += [each.sum() for each in kl.split([len(answer.top) for answer in batch])]
@@ -211,14 +211,17 @@ def is_replaying(model: nn.Module) -> bool:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    was_training = model.training
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards each module has its own mode again, where a user has frozen one in evaluation mode."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(was_training)
+        model.train(modes[0][1])  # some modules do more in it than to note the mode
+        for module, was_training in modes:
+            module.training = was_training
 
 
 @contextmanager

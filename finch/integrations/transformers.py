@@ -29,6 +29,7 @@ from finch.integrations.self_replay import (
     answer_kl,
     answer_tokens,
     digest_of,
+    evaluating,
     has_module,
     is_replaying,
     measured_answers,
@@ -373,7 +374,8 @@ class SelfReplay(TrainerCallback):
             args.fp16 or getattr(kwargs.get("optimizer"), "scaler", None) is not None
         ):  # the latter from accelerate launch
             raise UserError("fp16 scales the loss, which SelfReplay's term would not follow; use bf16")
-        if args.world_size > 1 and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        checkpointing: Any = args.gradient_checkpointing_kwargs or {}
+        if args.world_size > 1 and checkpointing.get("use_reentrant"):
             raise UserError(
                 "gradient_checkpointing_kwargs: use_reentrant=True with DDP allows one pass in a step, and SelfReplay runs two; set it to False"
             )
@@ -616,7 +618,6 @@ class _WithTerm(torch.autograd.Function):
         return grad_output, torch.ones_like(term) if is_first else None, None
 
 
-@torch.no_grad()
 def mean_dataset_loss(model: nn.Module, loader: Any, batch_size: int, device: torch.device) -> tuple[float, int]:
     """One pass in evaluation mode over the rows of a loader, each once, shared by the ranks.
 
@@ -649,16 +650,14 @@ def mean_dataset_loss(model: nn.Module, loader: Any, batch_size: int, device: to
         generator=torch.Generator(),
     )
     step_loss, reader = MeanLoss(), LossReader()
-    was_training = model.training
-    model.eval()
-    for share, batch in zip(shares, rows, strict=True):
-        if not isinstance(batch, Mapping) or not batch.keys() & {"labels", "shift_labels"}:
-            raise UserError(_NO_LABELS)
-        batch = send_to_device(batch, device)
-        loss_sum, num_targets = reader.read(model(**batch), batch)
-        reader.decide()
-        step_loss.update(loss_sum, num_targets if share else 0)
-    model.train(was_training)
+    with evaluating(model):
+        for share, batch in zip(shares, rows, strict=True):
+            if not isinstance(batch, Mapping) or not batch.keys() & {"labels", "shift_labels"}:
+                raise UserError(_NO_LABELS)
+            batch = send_to_device(batch, device)
+            loss_sum, num_targets = reader.read(model(**batch), batch)
+            reader.decide()
+            step_loss.update(loss_sum, num_targets if share else 0)
     loss, num_targets = step_loss.compute()
     if num_targets == 0:
         raise UserError(

@@ -291,9 +291,7 @@ class FinchLR:
 
     def _stays_on_device(self) -> bool:
         # The attribute that torch.amp.GradScaler itself asks for.
-        honours_found_inf = all(
-            getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers
-        )
+        honours_found_inf = all(getattr(each, "_step_supports_amp_scaling", False) for each in self.optimizers)
         return honours_found_inf and all(isinstance(group["lr"], torch.Tensor) for group in self._groups)
 
     def _eta_of(self, ema_loss: Scalar) -> Scalar:
@@ -312,8 +310,8 @@ class FinchLR:
 
     def _step_on_host(self, loss: float, targets: float) -> bool:
         for optimizer in self.optimizers:  # left by an earlier step on the device path
-            vars(optimizer).pop("found_inf", None)
-            vars(optimizer).pop("grad_scale", None)
+            for name in ("found_inf", "finch_found_inf", "grad_scale"):
+                vars(optimizer).pop(name, None)
         if targets == 0:
             return False
         if not math.isfinite(loss):
@@ -358,8 +356,10 @@ class FinchLR:
         self._write(torch.where(used, self._eta_of(self._ema_loss), self._eta))
         found_inf = (~used).float()
         for optimizer in self.optimizers:
+            if "finch_found_inf" not in vars(optimizer) and hasattr(optimizer, "register_step_pre_hook"):
+                optimizer.register_step_pre_hook(_keep_skip)
             # The protocol of torch.amp.GradScaler with fused optimizers: found_inf of 1 skips the update in the kernel.
-            vars(optimizer)["found_inf"] = found_inf
+            vars(optimizer).update(found_inf=found_inf, finch_found_inf=found_inf)
 
     def _to_device(self, device: torch.device, dtype: torch.dtype) -> None:
         if isinstance(self._ema_loss, torch.Tensor) and isinstance(self._eta, torch.Tensor):
@@ -384,6 +384,13 @@ class FinchLR:
                 f"{AUTO_ETA_MAX}, {_AUTO_ETA_MAX_RATIO} times eta_base={self.eta_base:g}, or lower that",
                 stacklevel=stacklevel,
             )
+
+
+def _keep_skip(optimizer: Optimizer, *_: Any) -> None:
+    """Before a step: GradScaler.step has put the ``found_inf`` of its gradients in the place of FINCH's, and either of them skips the update."""
+    found, own = (getattr(optimizer, name, None) for name in ("found_inf", "finch_found_inf"))
+    if found is not None and own is not None and found is not own:
+        vars(optimizer)["found_inf"] = found.maximum(own.to(found.device))
 
 
 class _StepOrder:

@@ -143,14 +143,8 @@ def _as_sharded_as(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor
     if not isinstance(parameter, DTensor) or value.shape != parameter.to_local().shape:
         return value
     # Without shape and stride all shards would be taken to be as large as this one.
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    size: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(value, parameter.device_mesh, parameter.placements, run_check=False, **size)
 
 
 def optimizers_in_backward(

@@ -41,7 +41,7 @@ def check_files(folder: Path, names: list[str]) -> list[Path]:
     for name in names:
         if not (folder / name).is_file():
             raise UserError(
-                f"checkpointer.checkpoint_files names {name}, which is not in {folder}; download it or correct the name"
+                f"{folder} has no {name}, which checkpointer.checkpoint_files names; download it, or give another folder or name"
             )
     return [folder / name for name in names]
 

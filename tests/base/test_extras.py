@@ -46,11 +46,11 @@ def test_what_no_package_is_there_for_is_said_before_training(monkeypatch):
     assert extras.missing_after_training() is None
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
     line = extras.missing_after_training()
-    start = "without matplotlib, lm_eval RUN/loss.png is not drawn and finch evaluate will not start: pip install "
+    start = "without matplotlib, lm_eval, RUN/loss.png is not drawn and finch evaluate will not start: pip install "
     assert line.startswith(start)
     assert line.endswith("[report,evaluate]'")
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "lm_eval" else Path)
-    assert extras.missing_after_training().startswith("without lm_eval finch evaluate will not start: ")
+    assert extras.missing_after_training().startswith("without lm_eval, finch evaluate will not start: ")
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,11 @@ def test_paths_are_taken_as_they_are(file, tmp_path, monkeypatch, name):
         read(["--config", file(), "tokenizer.path=${x}"], FullFinetuneKeys)
 
 
+def test_key_that_is_given_twice_is_named(file, caplog):
+    assert read(["--config", file(), "epochs=3", "epochs=4"], FullFinetuneKeys).epochs == 4
+    assert caplog.messages == ["epochs on the command line more than once: the last value is taken"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -159,6 +164,7 @@ def test_paths_are_taken_as_they_are(file, tmp_path, monkeypatch, name):
         (["--config"], "--config NAME_OR_PATH is missing"),
         (["--config", "FILE", "--epochs", "2"], "^--epochs is no option; overrides are key=value"),
         (["--config", "x" * 300], "is neither a file nor a config of finch"),
+        (["--config", "sweeps/quickstart"], "^sweeps/quickstart is a grid: finch sweep sweeps/quickstart"),
         (["--config", "FILE", "output_dir=${nothing}"], "nothing"),
         (["--config", "BROKEN"], "cannot be read as YAML"),
         (["--config", "FILE", "epochs=[1"], r"^epochs=\[1 must be int"),

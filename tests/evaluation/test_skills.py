@@ -274,7 +274,7 @@ def test_a_skill_that_all_rows_lost_is_beyond(tmp_path):
     assert few.change_high < -0.1
     assert few.p_value == 0.25
     assert beyond([few], None, 5) == []
-    assert table([few])[1][5].endswith("no change can be shown")
+    assert table([few])[1][5].endswith("no change can be shown (exact test: p = 0.25)")
     assert beyond([lost], None, 5) == ["math: accuracy fell by 100.0 points [100.0, 100.0], more than --max-drop=5"]
     assert [table([each])[1][5] for each in (lost, kept)] == ["-100.0 [-100.0, -100.0]", "no row changed"]
 

@@ -73,6 +73,15 @@ def test_decay_ends_with_the_trainers_steps(tmp_path):
         fit(tmp_path, finch(decay=0.5), max_epochs=-1)
 
 
+@pytest.mark.parametrize(("factors", "limit"), [({0: 1, 1: 4}, -1), ({0: 4, 1: 1}, -1), ({1: 2}, 7)])
+def test_decay_ends_with_the_steps_of_scheduled_accumulation(tmp_path, factors, limit):
+    accumulating = pl.callbacks.GradientAccumulationScheduler(factors)
+    module, trainer = fit(tmp_path, callback := finch(decay=0.5), accumulating, max_steps=limit)
+    last = finch_rates([callback.schedule.ema_loss], 1e-3, 1e-2, None)[0] / (0.5 * trainer.global_step)
+    assert module.rates[-1] == pytest.approx(last, rel=1e-6)
+    assert trainer.global_step == len(module.rates) == (8 if limit == -1 else limit)
+
+
 def test_resumes_bit_for_bit(tmp_path):
     straight, _ = fit(tmp_path, finch())
     _, trainer = fit(tmp_path, finch(), max_epochs=1)

@@ -1,5 +1,6 @@
 """FinchLR against the equation in float64; param groups, tensor learning rates, state, non-finite losses."""
 
+import itertools
 import math
 import warnings
 
@@ -169,6 +170,30 @@ def test_finch_lr_on_device_skips_then_raises_at_a_read():
     assert update(1.0)[0] != before[0]  # a float after a NaN tensor takes a step as well
     with pytest.raises(FloatingPointError, match="not finite at a step"):
         schedule.get_last_lr()
+
+
+@pytest.mark.parametrize("unscales", [True, False])
+def test_finch_lr_on_device_skips_under_grad_scaler(unscales):
+    """Which puts its own found_inf in the place of FINCH's. The reference is an unfused optimizer, which the loop leaves out."""
+    steps = [(1.0, 3, 1.0), (math.nan, 3, 1.0), (2.0, 3, 1.0), (2.0, 0, 1.0), (2.0, 3, math.inf), (0.5, 3, -1.0)]
+    taken = []
+    for make in (optimizer_with, fused_with_tensor):
+        optimizer, scaler, weights = make(0.1), torch.amp.GradScaler("cpu"), []
+        (parameter,) = optimizer.param_groups[0]["params"]
+        schedule = FinchLR(optimizer, eta_max=1.0, init=2.0, on_nonfinite="skip")
+        for loss, targets, gradient in steps:
+            scaler.scale((gradient * parameter).sum()).backward()
+            if unscales or make is optimizer_with:
+                scaler.unscale_(optimizer)
+            if schedule.step(torch.tensor(loss), torch.tensor(targets)):
+                scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            weights.append(parameter[0].item())
+        assert schedule.is_on_device is (make is fused_with_tensor)
+        assert [one == other for one, other in itertools.pairwise(weights)] == [True, False, True, True, False]
+        taken.append(weights)
+    assert taken[1] == pytest.approx(taken[0], rel=1e-6)
 
 
 def test_finch_lr_on_device_counts_a_row_that_has_ended():

@@ -73,7 +73,7 @@ def error_of(tmp_path):
         ("plain", "optimizer.lrr=3", "unknown key optimizer.lrr, did you mean optimizer.lr?"),
         ("plain", "~nothing", "Could not find key nothing"),
         ("plain", "model=torchtune.models.llama2.llama3", "model._component_=torchtune.models.llama2.llama3 does not exist, did you mean llama2?"),
-        ("plain", "checkpointer.checkpoint_files=[model-7.safetensors]", "checkpointer.checkpoint_files names model-7.safetensors, which is not in"),
+        ("plain", "checkpointer.checkpoint_files=[model-7.safetensors]", "has no model-7.safetensors, which checkpointer.checkpoint_files names; download it"),
         ("plain", "tokenizer.path=/nowhere/tokenizer.model", "tokenizer: .*/nowhere/tokenizer.model"),
         # Values; all keys' are in tests/config
         ("plain", "collate_fn=null", "collate_fn has no value"),

@@ -28,7 +28,7 @@ def find_models(parsed: argparse.Namespace) -> None:
 def check_run(run: Path) -> None:
     """Raises UserError for a folder that is no run with a model and none of a run's models. Needs no torch, unlike what reads them."""
     if not any((each / CONFIG).is_file() for each in (run, run.resolve().parent)):
-        raise UserError(f"{run / CONFIG} does not exist; give the folder of a run")
+        raise UserError(f"{run / CONFIG} does not exist; give the folder of a run that has ended an epoch")
     if (run / CONFIG).is_file() and chosen_model(run) is None:
         raise UserError(f"{run} has no model: give the folder of a run that has ended an epoch")
 

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "only these tasks; without --suite also others of lm-eval"
     add("--tasks", type=names, default=[], metavar="NAMES", help=text)
     add("--limit", type=int, metavar="N", help="only the first N documents of each task")
-    text = "folder of local data sets, as docs/evaluate.md lists them (default: the hub)"
+    text = "folder of local data sets, as docs/tasks.md lists them (default: the hub)"
     add("--data-root", type=Path, metavar="DIR", help=text)
     add("--include-path", type=Path, metavar="DIR", help="folder of YAML files of your own lm-eval tasks")
     text = "which lm-eval tasks were learned; on the others a loss is forgetting"

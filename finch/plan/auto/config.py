@@ -162,7 +162,8 @@ def complete(
         if not _is_removed("self_replay", overrides):
             chosen["average"] = preserve["average"]
             number, most = (block["self_replay"]["rows"] for block in (chosen, preserve))
-            shown = "" if number == most else f", not {most:,}: the rows are few, or of unknown size"
+            size = "few" if num_bytes else "of unknown size"
+            shown = "" if number == most else f", not {most:,}: the rows are {size}"
             # FINCH's settings on the command line ask for FINCH.
             if not (given.get("lr_scheduler") and {*given.lr_scheduler} - {"decay"}):
                 chosen["lr_scheduler"] = preserve["lr_scheduler"]
