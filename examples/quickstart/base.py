@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from torchtune.modules import TransformerDecoder
 
 from examples.quickstart.world import World, new_world, old_world
 from finch.base.errors import UserError
+from finch.base.progress import LINE_INTERVAL_S
+from finch.base.run_files import STATUS
 from finch.config.instantiate import find_config
+from finch.study.sweep.local import progress_of
 from finch.weights.huggingface import HuggingFaceFolder
 
 VOCAB_SIZE = 1024
@@ -59,6 +63,7 @@ def run_side_by_side(*runs: tuple[str, Path, list[str]]) -> None:
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", "1")
     processes: dict[Path, subprocess.Popen[bytes]] = {}
+    last_line = time.monotonic()
     try:
         for config, output, overrides in runs:
             command = ["run", config, f"output_dir={output}", "overwrite=True"]
@@ -68,6 +73,12 @@ def run_side_by_side(*runs: tuple[str, Path, list[str]]) -> None:
             start = [sys.executable, "-m", "finch.cli", *command, *overrides]
             with log.open("w", encoding="utf-8") as file:
                 processes[log] = subprocess.Popen(start, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        while any(process.poll() is None for process in processes.values()):
+            time.sleep(0.2)
+            if time.monotonic() - last_line > LINE_INTERVAL_S:
+                last_line = time.monotonic()
+                for output in (output for _, output, _ in runs):
+                    print(f"  {output.name}: {progress_of(output / STATUS) or 'begins'}", flush=True)
         for log, process in processes.items():
             if (code := process.wait()) != 0:
                 last_lines = " | ".join(log.read_text(encoding="utf-8").strip().splitlines()[-5:])

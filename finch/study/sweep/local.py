@@ -267,7 +267,7 @@ class LocalSweep:
         for folder, state in self._states.items():
             texts[folder.name] = f"{state.status}: {state.reason}" if state.reason else state.status
             if state.running is not None:
-                progress[folder.name] = _progress_of(state.job.cell.status)
+                progress[folder.name] = progress_of(state.job.cell.status)
         self._display.update(texts, progress)
 
     def _stop(self, number: int) -> None:
@@ -350,7 +350,7 @@ class _Display:
         self._num_lines = len(lines)
 
 
-def _progress_of(status_file: Path) -> str:
+def progress_of(status_file: Path) -> str:
     """``epoch 1/2, 25 of 300, 0:01:10 left``; empty before there is a speed."""
     found = program_status.read(status_file)
     if found["seconds_left"] is None:
