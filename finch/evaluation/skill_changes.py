@@ -98,8 +98,7 @@ def table(skills: Sequence[Skill], by_text: bool = False) -> list[list[str]]:
             else f"{100 * each.change:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
         )
         if low is not None and not each.has_changed:
-            is_beside = low is not None and high is not None and low <= 0 <= high
-            interval += " no change can be shown" + ("" if is_beside else f" (exact test: p = {each.p_value:.2f})")
+            interval += f" no change can be shown (exact test: p = {each.p_value:.2f})"
         rows.append(
             [each.skill, *kl, f"{100 * each.before:.1f}", f"{100 * each.after:.1f}", interval, str(each.n_choices)]
         )

@@ -370,9 +370,8 @@ class SelfReplay(TrainerCallback):
             raise UserError(
                 "SelfReplay shards the replayed rows over the ranks, which tensor parallel does not support; use DDP or FSDP2"
             )
-        if (
-            args.fp16 or getattr(kwargs.get("optimizer"), "scaler", None) is not None
-        ):  # the latter from accelerate launch
+        scaler = getattr(kwargs.get("optimizer"), "scaler", None)  # of `accelerate launch --mixed_precision fp16`
+        if args.fp16 or scaler is not None:
             raise UserError("fp16 scales the loss, which SelfReplay's term would not follow; use bf16")
         checkpointing: Any = args.gradient_checkpointing_kwargs or {}
         if args.world_size > 1 and checkpointing.get("use_reentrant"):

@@ -250,7 +250,7 @@ def test_command_prints_tables_or_json_and_is_a_gate(folders, tmp_path, capsys):
 def test_table_says_what_is_shown():
     _, code, reading, languages, talk = table(FOUND)
     assert code == ["code", "0.500 [0.400, 0.600]", "32", "75.0", "50.0", "-25.0 [-40.0, -10.0]", "32"]
-    assert reading[5] == "+3.0 [-10.0, +20.0] no change can be shown"
+    assert reading[5] == "+3.0 [-10.0, +20.0] no change can be shown (exact test: p = 1.00)"
     assert languages[5] == "no row changed"
     assert talk[3:] == ["-", "", "", ""]
 

@@ -182,7 +182,10 @@ def test_run_from_meta_equals_run_from_hugging_face(base_folder, meta, rows_file
         ({"_component_": "torch.optim.AdamW"}, "torch.optim.AdamW is not supported by this recipe; use torchtune.trai"),
         ({"_component_": "torchtune.training.FullModelMetaCheckpoint"}, "did you mean"),
         ({"checkpoint_dir": "/nowhere"}, "checkpoint_dir=/nowhere is not a folder"),
-        ({"checkpoint_files": ["consolidated.01.pth"]}, r"has no consolidated\.01\.pth, which checkpointer.checkpoint_files names"),
+        (
+            {"checkpoint_files": ["consolidated.01.pth"]},
+            r"has no consolidated\.01\.pth, which checkpointer.checkpoint_files names",
+        ),
         ({"checkpoint_files": ["a", "b"]}, "must name one file in this format; for weights in several files give"),
     ],
 )
