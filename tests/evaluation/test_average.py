@@ -63,6 +63,9 @@ def test_alpha_is_found_in_six_evaluations(choice, alpha, tolerance, tmp_path):
     again = []
     assert choose(front(tmp_path, calls=again), choice) == point  # an interrupted search goes on from its file
     assert not again
+    for damaged in (b"\x80\x04", b"{", b"[]"):
+        (tmp_path / "front.json").write_bytes(damaged)
+        assert choose(front(tmp_path), choice) == point
     # Another choice's search does not use up this one's evaluations.
     (tmp_path / "other").mkdir()
     choose(front(tmp_path / "other"), Choice())
