@@ -77,7 +77,7 @@ def run_side_by_side(*runs: tuple[str, Path, list[str]]) -> None:
             time.sleep(0.2)
             if time.monotonic() - last_line > LINE_INTERVAL_S:
                 last_line = time.monotonic()
-                for output in (output for _, output, _ in runs):
+                for _, output, _ in runs:
                     print(f"  {output.name}: {progress_of(output / STATUS) or 'begins'}", flush=True)
         for log, process in processes.items():
             if (code := process.wait()) != 0:

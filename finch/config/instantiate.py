@@ -219,7 +219,7 @@ def find_config(name: str) -> Path:
     Raises:
         UserError: it is neither; names the nearest one.
     """
-    if name in grid_names():
+    if name.startswith(GRIDS) and name in grid_names() and not Path(name).is_file():
         raise UserError(f"{name} is a grid: finch sweep {name}")
     return _find(name, [name], config_names(), f"{name} is neither a file nor a config of finch")
 

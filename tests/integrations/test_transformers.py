@@ -523,10 +523,10 @@ def test_replay_that_would_not_train_is_refused(tmp_path):
         replay.on_train_begin(args, state, model=make_model(), optimizer=SimpleNamespace(scaler=object()))
 
 
-def test_loader_that_a_trainer_keeps_has_its_collator_again(tmp_path):
+def test_loader_that_a_trainer_keeps_has_its_collator_again(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path, finch(), max_steps=1)
     loader = trainer.get_train_dataloader()
-    trainer.get_train_dataloader = lambda: loader  # type: ignore[method-assign]
+    monkeypatch.setattr(trainer, "get_train_dataloader", lambda: loader)
     trainer.train()
     assert set(next(iter(loader))) == set(collate(ROWS[:2]))
 
