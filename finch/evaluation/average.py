@@ -38,6 +38,7 @@ from finch.evaluation.adapters import merge_folder
 from finch.evaluation.choice import Choice
 from finch.evaluation.foreign import offline, read_config_of
 from finch.evaluation.model_folders import relative_to
+from finch.evaluation.results import MEASURED
 from finch.evaluation.wise_ft import blend, wise_ft
 from finch.models.lora import without_lora
 from finch.probes.evaluation import evaluate
@@ -255,6 +256,16 @@ class Averages:
         task = self._task[alpha] if alpha in self._task else self._task_value()
         return task, self._probe_value(self.old) - self._start
 
+    def measure(self, alpha: float) -> dict[str, float]:
+        """The validation losses and probes of the run's metrics.jsonl, of this average; a collective."""
+        self._load(alpha)
+        sets = self._data.validations.items()
+        found = {key: dataset_loss(self._model, self._data.eval_loader(samples, "")) for key, samples in sets}
+        for name in self._probes:
+            if name != _EVERYDAY:
+                found |= {f"probe/{name}/{key}": value for key, value in self._measure(name).items()}
+        return found
+
     @property
     def fingerprint(self) -> str:
         """Of both models and what is measured, on which rows."""
@@ -287,6 +298,7 @@ class Averages:
             return
         partial = self.out / "partial"
         files.remove(partial)
+        files.remove(self.out / MEASURED)
         [folder] = wise_ft(self.base.folder, self.tuned.folder, [alpha], partial)
         files.replace_folder(folder, self.out / "model")
         partial.rmdir()
@@ -420,10 +432,11 @@ def average_in(run: Path, choice: Choice, cfg: DictConfig, group: Parallel) -> l
             files.make_folder(averages.out)
         front = Front(averages.out / "front.json", averages.fingerprint, averages.evaluate, group)
         chosen = choose(front, choice)
+        lines, measured = describe(front, chosen, choice), averages.measure(chosen.alpha)
         averages.write(chosen.alpha)
-        lines = describe(front, chosen, choice)
         if group.is_rank_zero:
             _write_front(averages, front, chosen, lines)
+            files.replace_text(averages.out / MEASURED, json.dumps(measured) + "\n")
     return [*lines, f"its model: {averages.out / 'model'}"]
 
 

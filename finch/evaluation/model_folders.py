@@ -54,11 +54,13 @@ class ModelFolder:
 
     @property
     def results(self) -> Path | None:
-        """Where a run keeps the results of its model, or of one of its epochs that was given itself; None: the model is no run's."""
+        """Where a run keeps the results of its model, of one of its epochs that was given itself, or of its average; None: the model is no run's."""
         if self.run is not None:
             return self.run / run_files.EVALUATION
         if self.option == "--tuned" and run_files.is_epoch(self.path.name) and is_run(self.path.parent):
             return self.path.parent / run_files.EVALUATION / self.path.name
+        if self.option == "--tuned" and self.path.parent.name == run_files.AVERAGE and is_run(self.path.parents[1]):
+            return self.path.parent / run_files.EVALUATION
         return None
 
     def output(self, out: Path, key: str) -> Path:

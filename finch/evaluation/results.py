@@ -20,6 +20,8 @@ from finch.base.errors import UserError
 from finch.base.files import make_folder, read_bytes, replace_text
 
 FORMAT = 1
+MEASURED = "measured.json"
+"""In RUN/average: its validation losses and probes, by their keys in metrics.jsonl."""
 _MAX_NUMBER = 1e9  # beyond it, squares of differences lose all digits
 
 NEW, OLD, RELIABILITY = "new", "old", "reliability"

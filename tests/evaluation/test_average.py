@@ -121,6 +121,9 @@ def test_points_are_the_runs_own_and_those_of_transformers(run, base_folder, cap
         loss = mean_loss(AutoModelForCausalLM.from_pretrained(folder), rows)
         assert points[alpha][0] == pytest.approx(loss, rel=1e-5)
     assert text.startswith("alpha 0.4, as given: ")
+    measured = json.loads((run / "average" / "measured.json").read_text())
+    assert measured.keys() == values.keys() - {"step", "epoch", "probe_seconds", "probe/own/loss_change"}
+    assert [measured["validation_loss"], measured["probe/own/kl"]] == pytest.approx(points[0.4], rel=1e-6)
     card = (run / "average" / "README.md").read_text()
     assert text.splitlines()[0] in card
     assert len((run / "average" / "front.csv").read_text().splitlines()) == 4

@@ -45,6 +45,7 @@ def test_a_runs_average_is_not_what_its_folder_stands_for(base, base_folder, tmp
     (run / "average" / "model" / "config.json").touch()  # written after the model that it averages
     find_tuned(run, base)
     assert f"--tuned={run}: its model before the average; --tuned {run}/average evaluates the average" in caplog.text
+    assert find_tuned(run / "average" / "model", base).results == run / "average" / "evaluation"
 
 
 def test_epoch_of_a_run_has_its_results_in_the_run(base, base_folder, tmp_path):

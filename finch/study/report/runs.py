@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from finch.base.files import read_bytes
 from finch.config.instantiate import component_of
 from finch.config.methods import METHODS
 from finch.evaluation.foreign import read_data
-from finch.evaluation.results import SuiteResult, read_as, read_results
+from finch.evaluation.results import MEASURED, SuiteResult, read_as, read_results
 from finch.study.sweep.grid import LABEL, LOG, LR, METHOD, SEED
 
 BATCH_SIZE = "batch_size"
@@ -81,6 +81,7 @@ class Run:
         status: a sweep's; None for a single run.
         best_epoch: from 0, the epoch that RUN/best links; None without validation, or before the first epoch has ended.
         best_step: of a model within an epoch, as early stopping and a forgetting budget keep it.
+        average_of: the run whose model is averaged with its pretrained one; None for a run itself.
     """
 
     folder: Path
@@ -92,6 +93,7 @@ class Run:
     status: str | None = None
     best_epoch: int | None = None
     best_step: int | None = None
+    average_of: Run | None = None
 
     @property
     def trained_by(self) -> dict[str, Any]:
@@ -108,7 +110,7 @@ class Run:
         """Training rows, without those that are held out; None without a checkpoint, which has their number."""
         from finch.checkpoint.reader import list_checkpoints, read_state
 
-        for folder in list_checkpoints(self.folder):
+        for folder in list_checkpoints((self.average_of or self).folder):
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
                 return int(read_state(folder)["identity"]["number of samples"])
         return None
@@ -139,6 +141,8 @@ class Run:
     @property
     def finished_epochs(self) -> int:
         """Epochs whose model is there; with ``save_last_epoch_only``, which leaves only the last one's, all up to it."""
+        if self.average_of is not None:
+            return self.average_of.finished_epochs
         if self.config.get("save_best_only"):
             is_finished = status.read(self.folder / run_files.STATUS)["is_finished"]
             return max((step["epoch"] for step in self.steps), default=0) + bool(is_finished)
@@ -168,12 +172,13 @@ def find_runs(folders: Iterable[Path]) -> list[Path]:
 def read_runs(folders: Iterable[Path]) -> list[Run]:
     """
     Args:
-        folders: of runs, or of sweeps, whose cells are all read; a run that is named twice is read once.
+        folders: of runs, or of sweeps, whose cells are all read; a run that is named twice is read once. Their averages follow.
 
     Raises:
         UserError: a folder is neither, has no readable files, or there is nothing in any of them yet.
     """
-    runs = [read_run(folder) for folder in find_runs(folders)]
+    trained = [read_run(folder) for folder in find_runs(folders)]
+    runs = [*trained, *filter(None, map(_average_of, trained))]
     if not any(run.metrics or run.results for run in runs):
         raise UserError(f"{runs[0].folder} has no steps and no evaluations yet; wait for the first step of a run")
     return runs
@@ -227,6 +232,30 @@ def read_run(folder: Path) -> Run:
         status=cell.get("status"),
         best_epoch=int(best["number"]) if best and best["kind"] == "epoch" else None,
         best_step=int(best["number"]) if best and best["kind"] != "epoch" else None,
+    )
+
+
+def _average_of(run: Run) -> Run | None:
+    """RUN/average with what `finch average` has measured of it, if it is of the run's last model."""
+    folder = run.folder / run_files.AVERAGE
+    measured = _read(folder / MEASURED, dict[str, float])
+    if not measured:
+        return None
+    from finch.evaluation.model_folders import has_average  # which imports torch
+
+    if not has_average(run.folder):
+        return None
+    names = {key: f"wise_ft+{run.values[key]}" for key in (METHOD, LABEL) if key in run.values}
+    end = {"step": max((line["step"] for line in run.metrics), default=1), **measured}
+    return replace(
+        run,
+        folder=folder,
+        values={**run.values, **names},
+        metrics=[*(line for line in run.metrics if line["step"] == 0), end],
+        results=read_results(folder / run_files.EVALUATION),
+        best_epoch=None,
+        best_step=None,
+        average_of=run,
     )
 
 

@@ -1,5 +1,8 @@
 """Reading run folders: a config's method, runs still going, sweeps, and folders that are no run."""
 
+import os
+import shutil
+
 import pytest
 from helpers.evaluated_runs import make_run
 from helpers.runs import MINIMAL
@@ -51,6 +54,26 @@ def test_rows_are_those_that_were_trained(tmp_path):
     assert read_runs([run])[0].num_rows == 54
     (run / "checkpoints" / "step_3" / "state.json").write_text("{}")
     assert read_runs([run])[0].num_rows is None
+
+
+def test_an_average_is_compared_with_its_run(tmp_path, base_folder):
+    """By what `finch average` has measured, next to the run's own start; not once the run has another model."""
+    run = make_run(tmp_path / "a", "sft", 1e-5, base=None)
+    shutil.copytree(base_folder, run / "best", dirs_exist_ok=True)
+    average = run / "average"
+    average.mkdir()
+    (average / "measured.json").write_text('{"validation_loss": 1.0, "probe/own/kl": 0.1}')
+    assert len(read_runs([run])) == 1  # it was killed before its model was written
+    shutil.copytree(base_folder, average / "model")
+    os.utime(average / "model" / "config.json", (2e9, 2e9))
+    trained, averaged = read_runs([run])
+    assert (trained.method, averaged.method, averaged.folder) == ("sft", "wise_ft+sft", average)
+    start = [line for line in trained.metrics if line["step"] == 0]
+    assert start
+    assert averaged.metrics == [*start, {"step": 40, "validation_loss": 1.0, "probe/own/kl": 0.1}]
+    assert (averaged.learning_rate, averaged.finished_epochs) == (trained.learning_rate, trained.finished_epochs)
+    os.utime(run / "best" / "model.safetensors", (3e9, 3e9))
+    assert len(read_runs([run])) == 1
 
 
 def test_gradient_accumulation_is_part_of_the_batch(tmp_path):
