@@ -57,7 +57,7 @@ def read_config_of(run: Path, unused: Collection[str] = (), *, trust: bool = Fal
 
     file = run / run_files.CONFIG
     if not file.is_file():
-        raise UserError(f"{file} does not exist; give the folder of a run")
+        raise UserError(f"{file} does not exist; give the folder of a run, which has it from its first step on")
     if trust:
         find_users_components()
         try:

@@ -136,7 +136,6 @@ class Run:
             logger.warning(message)
         if folder is not None:
             self.resumed_from, self.scalars = folder, checkpoint.read_state(folder)
-            logger.info(f"resumed from step {self.scalars['step']} of {folder}")
             best = self.scalars["best"]
             # A kill may have come after a better one has replaced it: that one is found once more.
             if best is not None and self._folder_of(best["epoch"]) is None:
@@ -169,6 +168,7 @@ class Run:
         if self.resumed_from is not None:
             # Before anything is removed: a folder that is another run's stays as it is.
             checkpoint.check_identity(self.scalars, identity, self.resumed_from)
+            logger.info(f"resumed from step {self.scalars['step']} of {self.resumed_from}")
             self.has_ended = not self.scalars.get("has_weights", True)
             if self.has_ended:
                 self._tell_end(self.scalars["stopped_by"])
