@@ -17,7 +17,7 @@ from finch.base.errors import UserError
 from finch.config.instantiate import build, component_of
 from finch.config.parser import read
 from finch.config.schema import UNSUPPORTED_KEYS, FullFinetuneKeys
-from finch.distributed.tensor_parallel import build_plan
+from finch.distributed.tensor_parallel import check_plan
 from finch.models.families import replace_known_bad_builder
 from finch.training.config_checks import check_combinations, check_schedule, check_text_decoder
 
@@ -46,7 +46,7 @@ def error_of(name: str) -> str | None:
             decoder = build(replace_known_bad_builder(cfg.model)[0], "model")
         check_text_decoder(decoder, component_of(cfg.model) or "")
         if cfg.tensor_parallel_plan is not None:
-            build_plan(cfg.tensor_parallel_plan, decoder, 2)
+            check_plan(decoder, build(cfg.tensor_parallel_plan, "tensor_parallel_plan"), 2)
     except UserError as error:
         return str(error)
     return None

@@ -81,19 +81,6 @@ def chosen_model(run: Path) -> Path | None:
     return epochs[max(epochs)] if epochs else None
 
 
-def models_in(folder: Path) -> list[Path]:
-    """What a folder stands for where a model is asked for: RUN/average for its model, a sweep for its trained cells, averages of two folders for
-    its models; else itself."""
-    if (folder / "model" / HF_CONFIG).is_file() and not (folder / HF_CONFIG).is_file():
-        return [folder / "model"]
-    if any((folder / name).is_file() for name in (CONFIG, HF_CONFIG, CELL)):
-        return [folder]
-    cells = [cell.parent for cell in sorted(folder.glob(f"*/{CELL}")) if chosen_model(cell.parent) is not None]
-    # Of one model; of the models of a sweep, a folder for each.
-    averages = [*folder.glob(f"alpha_*/{HF_CONFIG}"), *folder.glob(f"*/alpha_*/{HF_CONFIG}")]
-    return cells or sorted(path.parent for path in averages) or [folder]
-
-
 def is_epoch(name: str) -> bool:
     """Whether a folder's name is that of an epoch's model or adapter."""
     return _EPOCH.fullmatch(name) is not None

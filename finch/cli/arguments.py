@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from finch.base.errors import UsageError, UserError
+from finch.base.errors import UsageError
 from finch.config.instantiate import config_names, did_you_mean, grid_names
 
 
@@ -84,14 +84,6 @@ def positive(kind: type[float]) -> Callable[[str], Any]:
 def names(text: str) -> list[str]:
     """The values of an option that takes several with commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def containing(word: str, texts: Mapping[str, str], what: str) -> dict[str, str]:
-    """The texts that contain a word, whatever its case, by name. Raises UserError if none does; names the nearest name."""
-    found = {name: text for name, text in texts.items() if word.lower() in text.lower()}
-    if not found:
-        raise UserError(f"no {what} contains {word}{did_you_mean(word, texts) or f'; `finch list {what}s` has all'}")
-    return found
 
 
 def complete_in_shell(parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser]) -> None:

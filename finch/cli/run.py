@@ -107,19 +107,17 @@ def parse_arguments(arguments: Sequence[str], usage: str) -> tuple[str, list[str
     parser.add_argument("--nproc_per_node", "--nproc-per-node", default=os.environ.get("PET_NPROC_PER_NODE", "1"))
     try:
         parsed, words = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise UsageError(f"{error}; `torchrun --help` describes the option") from error
-    config = parsed.config or take_config(words)
-    # Behind an option of torchrun a word may be its value: CONFIG is then sought once torchrun's parser is done.
-    if config is None and not any(word.startswith("-") for word in words[:1]):
-        raise UsageError(f"CONFIG is missing: {usage}")
-    if config is not None:
-        find_config(config)  # before torch is imported
-    options = argparse.Namespace(nproc_per_node=parsed.nproc_per_node)
-    if config is not None and not any(word.startswith("-") for word in words) and "PET_" not in " ".join(os.environ):
-        options.nnodes = "1:1"
-        return config, words, options  # of torchrun's options none is asked for: torch is not imported yet
-    try:
+        config = parsed.config or take_config(words)
+        # Behind an option of torchrun a word may be its value: CONFIG is then sought once torchrun's parser is done.
+        if config is None and not any(word.startswith("-") for word in words[:1]):
+            raise UsageError(f"CONFIG is missing: {usage}")
+        if config is not None:
+            find_config(config)  # before torch is imported
+        has_options = any(word.startswith("-") for word in words) or "PET_" in " ".join(os.environ)
+        options = argparse.Namespace(nproc_per_node=parsed.nproc_per_node)
+        if config is not None and not has_options:
+            options.nnodes = "1:1"
+            return config, words, options  # of torchrun's options none is asked for: torch is not imported yet
         options, words = _launcher_parser().parse_known_args(words, options)
     except argparse.ArgumentError as error:
         raise UsageError(f"{error}; `torchrun --help` describes the option") from error

@@ -122,16 +122,6 @@ class DatasetStats:
         return len(self.lengths)
 
     @property
-    def min_length(self) -> int:
-        """Tokens of the shortest row."""
-        return self.lengths[0] if self.lengths else 0
-
-    @property
-    def median_length(self) -> int:
-        """Median tokens of a row; of an even number of rows the lower one."""
-        return self.lengths[(len(self.lengths) - 1) // 2] if self.lengths else 0
-
-    @property
     def max_length(self) -> int:
         """Tokens of the longest row."""
         return self.lengths[-1] if self.lengths else 0
@@ -272,13 +262,6 @@ def describe_trained(validation: Samples, trained: Samples) -> str | None:
         return None
     remedy = "dataset.split_by=content keeps such rows of a file together; or remove them"
     return f"{known:,} of {len(read):,} validation rows are training rows too; {remedy}"
-
-
-def row_with_most_answers(samples: Samples) -> int:
-    """The index of the row with most answers, of those in the first file or data set of rows."""
-    data = samples.parts[0][0]
-    is_known = isinstance(data, Rows) and data.tokenized is not None
-    return data.tokenized.most_answers() if is_known else samples.rows[0]
 
 
 def _too_long(max_seq_len: int | None) -> str:

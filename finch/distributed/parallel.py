@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import platform
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -225,24 +223,6 @@ def launched_rank() -> int:
 def launched_ranks() -> int:
     """The number of ranks torchrun started; 1 without it."""
     return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
-
-
-def from_rank_zero(key: str, compute: Callable[[], str]) -> str:
-    """What ``compute`` returns on rank 0, for all ranks, before they have a process group: through the store in which they will meet. ``key``:
-    a name that no other call has."""
-    if launched_ranks() == 1:
-        return compute()
-    store = dist.PrefixStore("finch", _store())
-    if launched_rank() == 0:
-        store.set(key, compute())
-    return str(store.get(key), "utf-8")
-
-
-@functools.cache
-def _store() -> dist.Store:
-    """Kept: where rank 0 serves it, and not torchrun, it would end with the last reference."""
-    store: dist.Store = next(dist.rendezvous("env://"))[0]
-    return store
 
 
 def describe_ranks(number: int) -> str:

@@ -16,25 +16,13 @@ from torchtune.modules import MultiHeadAttention, TiedLinear, TransformerDecoder
 from torchtune.training import prepare_mha_for_tp
 
 from finch.base.errors import UserError
-from finch.config.instantiate import build
 
 Plan = Mapping[str, ParallelStyle]
-
-
-def build_plan(node: Any, decoder: TransformerDecoder, size: int) -> Plan:
-    """The plan under ``tensor_parallel_plan``, checked against the model on every rank alike, before weights are loaded.
-
-    ``node`` is the config's block, whose component returns a mapping from module names, ``*`` for the number of a layer, to styles of
-    torch's tensor parallelism; ``size``: ranks of a tensor-parallel group. Raises UserError if it does not exist, or as :func:`check_plan`.
-    """
-    key = "tensor_parallel_plan"
-    plan = build(node, key)
-    check_plan(decoder, plan, size)
-    return plan
+"""From module names, ``*`` for the number of a layer, to styles of torch's tensor parallelism."""
 
 
 def check_plan(decoder: TransformerDecoder, plan: Plan, size: int) -> None:
-    """Checks that a plan fits a model on ``size`` ranks.
+    """Checks that a plan fits a model on the ``size`` ranks of a tensor-parallel group.
 
     Raises UserError for a pattern that no module has, a projection of the attention that none names, a model that cannot be sharded,
     heads that do not divide, and weights within a head that the plan leaves out, whose gradients would cover only this rank's heads.

@@ -38,25 +38,16 @@ class Watchdog:
     def __init__(self, timeout_s: float) -> None:
         self._limit_s, self._timeout_s = _SHARE_OF_TIMEOUT * timeout_s, timeout_s
         self._stopped = threading.Event()
-        self._in_step = False
-        self._has_fired = False
+        self.in_step = False
+        self.has_fired = False
         self.heartbeat()
         threading.Thread(target=self._watch, name="finch-watchdog", daemon=True).start()
 
     def heartbeat(self) -> None:
         """This rank makes progress."""
-        self._last_heartbeat, self._has_fired = time.monotonic(), False
+        self._last_heartbeat, self.has_fired = time.monotonic(), False
         # The interpreter's own watchdog needs no interpreter lock: it also prints where a call into C blocks the thread below.
         faulthandler.dump_traceback_later(self._limit_s + _GRACE_S, exit=is_restarted(), file=_STDERR)
-
-    def mark_step(self, is_inside: bool) -> None:
-        self.heartbeat()
-        self._in_step = is_inside
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether this rank is in a step and its stacks have been printed."""
-        return self._in_step and self._has_fired
 
     def stop(self) -> None:
         self._stopped.set()
@@ -65,11 +56,11 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stopped.wait(max(self._last_heartbeat + self._limit_s - time.monotonic(), _POLL_S)):
             idle_s = time.monotonic() - self._last_heartbeat
-            if self._has_fired and idle_s >= self._timeout_s and is_restarted():
+            if self.has_fired and idle_s >= self._timeout_s and is_restarted():
                 os._exit(HANG)
-            if self._has_fired or idle_s < self._limit_s:
+            if self.has_fired or idle_s < self._limit_s:
                 continue
-            self._has_fired = True
+            self.has_fired = True
             # Else the interpreter's watchdog would print the same stacks once more.
             faulthandler.cancel_dump_traceback_later()
             os.write(_STDERR, self._stacks())
@@ -105,12 +96,13 @@ def heartbeat() -> None:
 def mark_step(is_inside: bool) -> None:
     """Called before and after each training step. A no-op without a watchdog."""
     if _watchdog is not None:
-        _watchdog.mark_step(is_inside)
+        _watchdog.heartbeat()
+        _watchdog.in_step = is_inside
 
 
 def is_stuck() -> bool:
     """Whether this rank is in a step and its stacks have been printed."""
-    return _watchdog is not None and _watchdog.is_stuck
+    return _watchdog is not None and _watchdog.in_step and _watchdog.has_fired
 
 
 def stop() -> None:

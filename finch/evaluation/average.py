@@ -7,6 +7,7 @@ finch's prompts. The model is always blended from the files of both folders, ten
 from __future__ import annotations
 
 import contextlib
+import copy
 import csv
 import json
 import math
@@ -40,7 +41,6 @@ from finch.evaluation.foreign import offline, read_config_of
 from finch.evaluation.model_folders import relative_to
 from finch.evaluation.results import MEASURED
 from finch.evaluation.wise_ft import blend, wise_ft
-from finch.models.lora import without_lora
 from finch.probes.evaluation import evaluate
 from finch.probes.kinds import read_rows
 from finch.probes.probes import own_answers, read_probes, selection_key
@@ -354,6 +354,18 @@ class Averages:
             if name in weights:
                 own = to_local(weights[name])
                 own.copy_(blend(own, tensor[local_block(weights[name])].to(own.device, own.dtype), alpha))
+
+
+def without_lora(cfg: DictConfig) -> DictConfig:
+    """A copy of a config, whose model is the builder's without LoRA layers."""
+    cfg = copy.deepcopy(cfg)
+    module, _, builder = str(cfg.model["_component_"]).rpartition(".")
+    if builder.startswith("lora_"):
+        # LoRA builders take quantize_base as well, which finch refuses and so has not among its keys.
+        arguments = {*schema.LoraBuilder.model_fields, "quantize_base"}
+        model = {key: value for key, value in cfg.model.items() if key not in arguments}
+        cfg.model = {**model, "_component_": f"{module}.{builder.removeprefix('lora_')}"}
+    return cfg
 
 
 def tuned_folder(run: Path) -> Path:

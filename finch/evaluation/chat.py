@@ -24,9 +24,8 @@ from finch.distributed import parallel as distributed
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import precision_of
 from finch.evaluation.adapters import merge_folder
-from finch.evaluation.average import UNUSED, read_config, tuned_folder
+from finch.evaluation.average import UNUSED, read_config, tuned_folder, without_lora
 from finch.evaluation.model_folders import has_average
-from finch.models.lora import without_lora
 from finch.objectives.replay import uniform_draws
 from finch.probes.probes import answer_text
 from finch.training.chunked_loss import TokenLoss

@@ -7,14 +7,16 @@ folders, for all parameters, in fp32, and cast once to the dtype of the tuned fo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from finch.base.errors import UserError
-from finch.base.run_files import HF_CONFIG, chosen_model, models_in
+from finch.base.run_files import CELL, CONFIG, HF_CONFIG, chosen_model
 from finch.models.hf_config import check_folder, read_config
 from finch.weights import files
 
@@ -63,12 +65,38 @@ def wise_ft(base: str | Path, tuned: str | Path, alphas: Sequence[float], out: s
                 def average(name: str, weight: torch.Tensor, alpha: float = alpha) -> torch.Tensor:
                     return blend(theta_0.tensor(base_name_of[name]), weight, alpha)
 
-                files.rewrite(tuned, folder, average)
+                rewrite(tuned, folder, average)
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{out} cannot be written ({getattr(error, 'strerror', None) or error}); make room or give another place"
         ) from error
     return targets
+
+
+def models_in(folder: Path) -> list[Path]:
+    """What a folder stands for where a model is asked for: RUN/average for its model, a sweep for its trained cells, averages of two folders for
+    its models; else itself."""
+    if (folder / "model" / HF_CONFIG).is_file() and not (folder / HF_CONFIG).is_file():
+        return [folder / "model"]
+    if any((folder / name).is_file() for name in (CONFIG, HF_CONFIG, CELL)):
+        return [folder]
+    cells = [cell.parent for cell in sorted(folder.glob(f"*/{CELL}")) if chosen_model(cell.parent) is not None]
+    # Of one model; of the models of a sweep, a folder for each.
+    averages = [*folder.glob(f"alpha_*/{HF_CONFIG}"), *folder.glob(f"*/alpha_*/{HF_CONFIG}")]
+    return cells or sorted(path.parent for path in averages) or [folder]
+
+
+def rewrite(source: Path, target: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    """Fills the folder ``target`` with ``source``'s files, each weight by ``change(name, weight)``, under the same names and in the same shards.
+    Memory holds one shard. Raises UserError if a file of ``source`` is broken, OSError or SafetensorError if ``target`` cannot be written."""
+    files.copy_side_files(source, target)
+    # Side files leave the index out, since shards are mostly cut anew; here they stay as they are.
+    if (source / files.SAFETENSORS_INDEX).is_file():
+        shutil.copyfile(source / files.SAFETENSORS_INDEX, target / files.SAFETENSORS_INDEX)
+    for name in files.indexed_shards(source) or [files.SAFETENSORS]:
+        shard = files.open_safetensors(source / name)
+        content = {key: change(key, shard.get_tensor(key)) for key in shard.keys()}  # noqa: SIM118 (not a dict)
+        save_file(content, target / name, shard.metadata())
 
 
 class _Weights:

@@ -81,6 +81,3 @@ class MeanLoss:
         if has_ranks():
             distributed.all_reduce(sums, group=self.group)
         return sums[0] / sums[1], sums[1]
-
-
-StepLoss = MeanLoss  # its name in earlier versions

@@ -6,21 +6,18 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, get_args
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torchtune.modules.peft import LORA_ATTN_MODULES, DoRALinear, LoRALinear
 
 from finch.base.dtensor import full_tensor, load_full_tensor
 from finch.base.errors import UserError
-from finch.config.schema import LoraBuilder
 
 ATTENTION_MODULES: tuple[str, ...] = get_args(LORA_ATTN_MODULES)
 AdapterLayer: TypeAlias = LoRALinear | DoRALinear
@@ -51,18 +48,6 @@ def check_lora_settings(block: Mapping[str, Any]) -> None:
         raise UserError(
             f"model._component_={component} (QLoRA) is not supported: a base in four bits can be neither sharded nor merged here; give {component.replace('.qlora_', '.lora_')}"
         )
-
-
-def without_lora(cfg: DictConfig) -> DictConfig:
-    """A copy of a config, whose model is the builder's without LoRA layers."""
-    cfg = copy.deepcopy(cfg)
-    module, _, builder = str(cfg.model["_component_"]).rpartition(".")
-    if builder.startswith("lora_"):
-        # LoRA builders take quantize_base as well, which finch refuses and so has not among its keys.
-        arguments = {*LoraBuilder.model_fields, "quantize_base"}
-        model = {key: value for key, value in cfg.model.items() if key not in arguments}
-        cfg.model = {**model, "_component_": f"{module}.{builder.removeprefix('lora_')}"}
-    return cfg
 
 
 def train_adapters_only(decoder: nn.Module, component: str) -> None:

@@ -116,8 +116,9 @@ class KLPenalty:
         if self._parallel.is_rank_zero:
             cache.save(vars(computed))
         self._parallel.all_true(True)  # the others read what is complete
+        size = (computed.log_probs.nbytes + computed.tokens.nbytes) / 1e6
         logger.info(
-            f"pretrained model's {top_k} most likely tokens at {len(computed.log_probs):,} target tokens: {computed.num_bytes / 1e6:,.1f} MB in "
+            f"pretrained model's {top_k} most likely tokens at {len(computed.log_probs):,} target tokens: {size:,.1f} MB in "
             f"{cache.path} ({time.perf_counter() - start:.1f} s)"
         )
         if not self._load(cache):  # else the ranks of a machine share the file's pages

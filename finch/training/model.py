@@ -20,7 +20,7 @@ from finch.base.errors import UserError
 from finch.base.log import logger
 from finch.config.instantiate import build, component_of, did_you_mean
 from finch.distributed.precision import Precision
-from finch.distributed.tensor_parallel import Plan, build_plan
+from finch.distributed.tensor_parallel import Plan, check_plan
 from finch.models.families import replace_known_bad_builder
 from finch.training.config_checks import check_text_decoder
 
@@ -47,7 +47,8 @@ def decoder_on_meta(cfg: DictConfig, precision: Precision) -> tuple[modules.Tran
     check_text_decoder(decoder, component)
     plan = None
     if cfg.tensor_parallel_dim > 1:
-        plan = build_plan(cfg.tensor_parallel_plan, decoder, cfg.tensor_parallel_dim)
+        plan = build(cfg.tensor_parallel_plan, "tensor_parallel_plan")
+        check_plan(decoder, plan, cfg.tensor_parallel_dim)
     _check_custom_layers(decoder, cfg.custom_sharded_layers or [])
     return decoder, plan, component
 

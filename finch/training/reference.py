@@ -314,10 +314,6 @@ class ReferenceTopK:
     tokens: torch.Tensor
     ends: torch.Tensor
 
-    @property
-    def num_bytes(self) -> int:
-        return self.log_probs.nbytes + self.tokens.nbytes
-
     def row(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The ``REFERENCES`` of one row; none for the empty row."""
         span = row_span(self.ends, index)

@@ -32,7 +32,6 @@ from finch.data.training_data import TrainingData
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import precision_of
 from finch.objectives import IGNORE_INDEX
-from finch.objectives.replay import rows_in_step
 from finch.training.chunked_loss import TokenLoss
 from finch.training.own_answers import OwnAnswers
 from finch.training.readouts import Readout, kl_from
@@ -199,13 +198,3 @@ def refuse_replayed(settings: Settings, prompts: Prompts, key: str, rows: Any) -
             raise UserError(
                 f"row {number + 1} of {key} has a prompt of self_replay.prompts={settings.prompts}, which is trained on; give other prompts"
             )
-
-
-def replayed_rows(cfg: DictConfig, ranks: int) -> tuple[int, int]:
-    """How many replayed rows a micro-batch has at most where ``ranks`` share the data, and the tokens of the longest answer; its prompt
-    is counted with as many. (0, 0) without self-replay."""
-    settings = Settings.of(cfg.self_replay)
-    if settings is None:
-        return 0, 0
-    micro_batches = ranks * cfg.gradient_accumulation_steps
-    return -(-rows_in_step(settings.share, cfg.batch_size * micro_batches) // micro_batches), settings.max_new_tokens

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from finch.base.errors import UserError
 from finch.base.files import atomic_folder
@@ -136,19 +135,6 @@ def copy_side_files(source: Path, target: Path, without: tuple[str, ...] = ()) -
             shutil.copyfile(path, target / path.name)
         else:
             logger.warning(f"{path} is a link out of its folder and is not copied; put a copy in its place")
-
-
-def rewrite(source: Path, target: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-    """Fills the folder ``target`` with ``source``'s files, each weight by ``change(name, weight)``, under the same names and in the same shards.
-    Memory holds one shard. Raises UserError if a file of ``source`` is broken, OSError or SafetensorError if ``target`` cannot be written."""
-    copy_side_files(source, target)
-    # Side files leave the index out, since shards are mostly cut anew; here they stay as they are.
-    if (source / SAFETENSORS_INDEX).is_file():
-        shutil.copyfile(source / SAFETENSORS_INDEX, target / SAFETENSORS_INDEX)
-    for name in indexed_shards(source) or [SAFETENSORS]:
-        shard = open_safetensors(source / name)
-        content = {key: change(key, shard.get_tensor(key)) for key in shard.keys()}  # noqa: SIM118 (not a dict)
-        save_file(content, target / name, shard.metadata())
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from finch.base import run_files
 from finch.base.errors import UserError
 from finch.checkpoint.manifest import EXPORTS
 from finch.cli import main as cli
@@ -244,7 +245,31 @@ def test_interrupt_leaves_no_folder(folders, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         save_file(*arguments)
 
-    monkeypatch.setattr("finch.weights.files.save_file", interrupt_third_call)
+    monkeypatch.setattr("finch.evaluation.wise_ft.save_file", interrupt_third_call)
     with pytest.raises(KeyboardInterrupt):
         wise_ft.wise_ft(*folders, [0.5, 1.0], tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_models_in_runs_sweeps_averages_and_interpolations(tmp_path):
+    def model(*names):
+        folder = tmp_path.joinpath(*names)
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        return folder
+
+    cells = [tmp_path / "sweep" / name for name in ("a", "b", "untrained")]
+    for cell in cells:
+        cell.mkdir(parents=True)
+        (cell / run_files.CELL).write_text("{}")
+        if cell.name != "untrained":
+            model("sweep", cell.name, "epoch_0")
+    averaged = model("sweep", "a", "average", "model")
+    blends = [model("out", f"alpha_{alpha}") for alpha in (0.3, 0.6)]
+    blended_cells = [model("blends", cell, "alpha_0.5") for cell in "ab"]
+    assert wise_ft.models_in(tmp_path / "sweep") == cells[:2]
+    assert wise_ft.models_in(cells[0]) == [cells[0]]
+    assert wise_ft.models_in(cells[0] / "average") == wise_ft.models_in(averaged) == [averaged]
+    assert wise_ft.models_in(tmp_path / "out") == blends
+    assert wise_ft.models_in(tmp_path / "blends") == blended_cells
+    assert wise_ft.models_in(tmp_path / "none") == [tmp_path / "none"]

@@ -208,8 +208,8 @@ def test_reference_top_k_of_each_row(batch_size, config):
     """Probabilities of the most likely tokens, and of the rest."""
     loader_, samples, collate = evaluation(config, batch_size)
     result = compute_reference_top_k(small_model().double(), loader_, TOP_K)
-    assert result.tokens.dtype == torch.int32
-    assert result.num_bytes == len(result.tokens) * (8 * (TOP_K + 1) + 4 * TOP_K)
+    assert (result.log_probs.dtype, result.tokens.dtype) == (torch.float64, torch.int32)
+    assert (result.log_probs.shape[1], result.tokens.shape[1]) == (TOP_K + 1, TOP_K)
     tops = [row.exp().topk(TOP_K) for row, _ in by_hand(samples, small_model().double())]
     rest = [1 - top.values.sum(-1, keepdim=True) for top in tops]
     order = GlobalOrder(41, micro_batch=3, ranks=2, seed=3)  # shuffled; rank 1 ends with an empty row

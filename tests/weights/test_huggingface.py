@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.memory import count_read_bytes
 from finch.base import dtensor
 from finch.base.errors import UserError
+from finch.config.instantiate import locate
 from finch.distributed import fsdp, parallel
-from finch.distributed.tensor_parallel import apply_plan, build_plan
+from finch.distributed.tensor_parallel import apply_plan
 from finch.weights import huggingface
 from finch.weights.huggingface import HuggingFaceFolder
 
@@ -120,7 +121,7 @@ def parameters_on(place, name):
     with torch.device("meta"):
         decoder = FAMILIES[name].build()
     if place.tensor_mesh is not None:
-        apply_plan(decoder, build_plan({"_component_": PLANS[name]}, decoder, 2), place.tensor_mesh)
+        apply_plan(decoder, locate(PLANS[name], "plan")(), place.tensor_mesh)
     fsdp.shard_model(decoder, decoder.layers, place)
     decoder.to_empty(device="cpu")
     parameters = decoder.state_dict(keep_vars=True)

@@ -16,7 +16,6 @@ from finch.base import hub
 from finch.base.errors import UserError, exit_without_teardown
 from finch.base.extras import require_extras
 from finch.base.log import logger, printable
-from finch.base.run_files import models_in
 from finch.cli.arguments import names
 from finch.cli.run import SAFE_PYTHON, prepare_launcher
 from finch.evaluation.commands.arguments import add_checks, find_models
@@ -91,6 +90,7 @@ def main(parsed: argparse.Namespace) -> None:
     from finch.evaluation.loading import join_ranks, resolve_dtype, shared_tokenizer
     from finch.evaluation.model_folders import find_base, find_tuned
     from finch.evaluation.runner import Evaluation, Options
+    from finch.evaluation.wise_ft import models_in
 
     base = find_base(parsed.base)
     tuned = [find_tuned(path, base) for given in parsed.tuned for path in models_in(given)]
@@ -167,6 +167,7 @@ def _skills(parsed: argparse.Namespace) -> None:
     from finch.evaluation.skill_changes import as_json, beyond, compare, table
     from finch.evaluation.skills import CPU_ROWS, measure
     from finch.evaluation.skills_page import write_page
+    from finch.evaluation.wise_ft import models_in
 
     base = find_base(parsed.base)
     tuned = [find_tuned(path, base, of_any_size=True) for given in parsed.tuned for path in models_in(given)]
@@ -207,8 +208,8 @@ def _skills(parsed: argparse.Namespace) -> None:
 
 def _check_files(folder: ModelFolder, *, by_digest: bool) -> None:
     """Of a model that finch has written, and of an adapter, whose model may be another one."""
+    from finch.evaluation.adapters import check_adapter
     from finch.weights.files import check_export
-    from finch.weights.peft import check_adapter
 
     check_export(folder.path, by_digest=by_digest)
     if folder.base is not None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from finch.base.errors import UserError, one_line
 from finch.base.files import gigabytes, replace_text
@@ -55,7 +57,7 @@ class Trial:
 
         It is kept under ``~/.cache/finch``, where a later start finds it.
         """
-        number, message = json.loads(parallel.from_rank_zero("auto", lambda: self._known(candidates)))
+        number, message = json.loads(_from_rank_zero("auto", lambda: self._known(candidates)))
         return dict(candidates[number]), message
 
     def _known(self, candidates: Sequence[Keys]) -> str:
@@ -120,3 +122,21 @@ class Trial:
 
 def _words(keys: Keys) -> list[str]:
     return [f"{key}={value}" for key, value in keys.items()]
+
+
+def _from_rank_zero(key: str, compute: Callable[[], str]) -> str:
+    """What ``compute`` returns on rank 0, for all ranks, before they have a process group: through the store in which they will meet. ``key``:
+    a name that no other call has."""
+    if parallel.launched_ranks() == 1:
+        return compute()
+    store = dist.PrefixStore("finch", _store())
+    if parallel.launched_rank() == 0:
+        store.set(key, compute())
+    return str(store.get(key), "utf-8")
+
+
+@functools.cache
+def _store() -> dist.Store:
+    """Kept: where rank 0 serves it, and not torchrun, it would end with the last reference."""
+    store: dist.Store = next(dist.rendezvous("env://"))[0]
+    return store

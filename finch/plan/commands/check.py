@@ -205,8 +205,9 @@ class Report:
         kind = f"format {node['format']}, " if isinstance(node, Mapping) and node.get("format") else ""
         self._print(f"{samples.source}: {kind}{stats.num_rows + stats.num_bad:,} rows{packs}")
         if stats.num_rows:
+            median = stats.lengths[(stats.num_rows - 1) // 2]  # of an even number of rows the lower one
             self._print(
-                f"tokens a row: {stats.min_length} to {stats.max_length}, median {stats.median_length}; "
+                f"tokens a row: {stats.lengths[0]} to {stats.max_length}, median {median}; "
                 f"{sum(stats.lengths):,} tokens, {_share(stats.num_targets, sum(stats.lengths))} targets"
             )
         if key != "dataset" and self._trained and (known := statistics.describe_trained(samples, self._trained)):
@@ -224,7 +225,8 @@ class Report:
             self._problem(problem)
         if key == "dataset" and not stats.bad and len(samples):
             self._print(f"first row, its targets in «»: {rendered(samples[samples.rows[0]], tokenizer)}")
-            most = statistics.row_with_most_answers(samples)
+            tokenized = getattr(samples.parts[0][0], "tokenized", None)  # of the first file or data set of rows
+            most = samples.rows[0] if tokenized is None else tokenized.most_answers()
             if most != samples.rows[0]:
                 self._print(f"{samples.row(most)}, with most turns: {rendered(samples[most], tokenizer)}")
             for index in samples.rows[: self._num_rows]:

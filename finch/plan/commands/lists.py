@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from finch.base.errors import UserError
 from finch.base.extras import require_extras
-from finch.cli.arguments import containing
-from finch.config.instantiate import config_names, grid_names
+from finch.config.instantiate import config_names, did_you_mean, grid_names
 from finch.plan.configs import copy_config, show_config
 
 
@@ -36,7 +36,7 @@ def _methods(word: str) -> str:
     from finch.config.methods import FOR_COMPARISONS, METHODS
 
     texts = {name: f"{name:<{max(map(len, METHODS))}}  {method.summary}" for name, method in METHODS.items()}
-    found = containing(word, texts, "method")
+    found = _containing(word, texts, "method")
     apart = [found[name] for name in found if name in FOR_COMPARISONS]
     own = [text for text in found.values() if text not in apart]
     return "\n".join([*own, *(["\nfor comparisons, as papers have them:"] if apart else []), *apart])
@@ -53,7 +53,7 @@ def _models(word: str) -> str:
         f"{'':<{width}}  training: full fine-tuning{' and method=lora' if family.has_lora else ''}"
         for model_type, family in FAMILIES.items()
     }
-    return "\n".join(containing(word, texts, "model").values()) + (
+    return "\n".join(_containing(word, texts, "model").values()) + (
         "\n\nThe first column is model_type in a folder's config.json. model._component_=finch.models.auto with model.path=DIR "
         "builds any of them; `tune download ORG/NAME --output-dir DIR` downloads one."
     )
@@ -63,7 +63,6 @@ def _keys(word: str) -> str:
     """A line for each key of both recipes and of finch's components, or for those whose name or description contains ``word``. Raises UserError
     if none does, with the nearest one."""
     require_extras("finch list keys", "torchtune")
-    from finch.config.instantiate import did_you_mean
     from finch.config.key_search import ADAMW, format_default, key_hint, shown_keys
     from finch.config.schema import COMPONENTS, REQUIRED, SECTIONS, Lora, keys
 
@@ -98,7 +97,15 @@ def _configs(word: str) -> str:
     width, texts = max(map(len, names)), {}
     for name, path in names.items():  # the first line is the schema's path
         texts[name] = f"{name:<{width}}  {path.read_text(encoding='utf-8').splitlines()[1][1:].strip()}"
-    return "\n".join(containing(word, texts, "config").values())
+    return "\n".join(_containing(word, texts, "config").values())
+
+
+def _containing(word: str, texts: Mapping[str, str], what: str) -> dict[str, str]:
+    """The texts that contain a word, whatever its case, by name. Raises UserError if none does; names the nearest name."""
+    found = {name: text for name, text in texts.items() if word.lower() in text.lower()}
+    if not found:
+        raise UserError(f"no {what} contains {word}{did_you_mean(word, texts) or f'; `finch list {what}s` has all'}")
+    return found
 
 
 _KINDS = {"methods": _methods, "models": _models, "configs": _configs, "keys": _keys}

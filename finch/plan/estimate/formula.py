@@ -10,14 +10,15 @@ from torch import nn
 from torchtune.modules import TransformerDecoder
 
 from finch.base.errors import UserError
+from finch.config.schema import SelfReplay
 from finch.data.dataset import Samples
 from finch.data.stats import DatasetStats
 from finch.distributed.fsdp import layer_groups
 from finch.distributed.precision import precision_of
+from finch.objectives.replay import rows_in_step
 from finch.training.chunked_loss import chunks_for
 from finch.training.kl_penalty import build_kl, needs_reference
 from finch.training.optimizer import optimizer_bytes
-from finch.training.self_replay import replayed_rows
 from finch.training.step_loss import build_objective
 
 WEIGHTS, REFERENCE, BUFFERS = "weights", "reference model", "rotary tables"
@@ -50,6 +51,16 @@ def longest_row(samples: Samples, stats: DatasetStats) -> Rows:
         raise UserError(f"no row of {samples.source} can be used: fix the rows that `finch check` names")
     seq = len(samples[0]["tokens"]) if samples.packed else stats.max_length
     return Rows(seq, max(1, round(seq * stats.num_targets / sum(stats.lengths))))
+
+
+def replayed_rows(cfg: DictConfig, ranks: int) -> tuple[int, int]:
+    """How many replayed rows a micro-batch has at most where ``ranks`` share the data, and the tokens of the longest answer; its prompt
+    is counted with as many. (0, 0) without self-replay."""
+    settings = SelfReplay.of(cfg.self_replay)
+    if settings is None:
+        return 0, 0
+    micro_batches = ranks * cfg.gradient_accumulation_steps
+    return -(-rows_in_step(settings.share, cfg.batch_size * micro_batches) // micro_batches), settings.max_new_tokens
 
 
 def memory_by_formula(decoder: TransformerDecoder, cfg: DictConfig, rows: Rows, *, ranks: int) -> Mapping[str, int]:
