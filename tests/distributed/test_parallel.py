@@ -62,7 +62,7 @@ def test_parallel_on_two_ranks(tmp_path):
         assert rank["gathered"] == [0, 10]
         assert rank["whole"]
         assert rank["timeout"] == 77
-        assert "the rate differs between ranks: [0.0, 1.0]" in rank["differs"]
+        assert "the rate differs between ranks: [[0.0], [1.0]]" in rank["differs"]
 
 
 SHARDS = """
