@@ -87,13 +87,13 @@ class FinchFullFinetune(FTRecipeInterface):
     def setup_hooks(self) -> None:
         """All that observes the run, in the order in which it is called, and the run's folder: what else can fail before weights are loaded."""
         cfg, self.state = self.cfg, TrainState(self.parallel, waits=bool(self.cfg.hooks))
-        preemption = hooks.Preemption()
+        preemption = hooks.Preemption(self.run)
         self.hooks = run_hooks.build_hooks(self, preemption)
         self.run.check_disk_room(self.decoder)
         self.loaded.check_room(self.parallel)
         self.metrics_log = hooks.build_metrics_log(cfg, self.run.path, self.parallel, num_steps=self.num_steps)
         self.run.create()
-        preemption.install(self.run)  # once the folder is there, in which a signal marks the run for requeueing
+        preemption.install()  # once the folder is there, in which a signal marks the run for requeueing
         self.checkpointer = Checkpointer(cfg, self.run.path, self.parallel)
         # The run, which holds the lock, is closed last: until then the others may write into its folder.
         self.parts = [self.metrics_log, *self.hooks.values(), self.checkpointer.writer, self.run]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 PARTIAL = ".partial"
 """Suffix of what is still being written; a reader never takes it for the finished file."""
@@ -85,6 +87,15 @@ def read_bytes(path: Path) -> bytes:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is no file", str(path))
         return file.read()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is none that can be read."""
+    try:
+        found = json.loads(read_bytes(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _finish(path: Path, mode: int) -> None:

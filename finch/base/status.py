@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from finch.base.files import read_bytes
+from finch.base.files import read_object
 
 STATUS_FILE = "FINCH_STATUS_FILE"
 _INTERVAL_S = 2.0  # on a network's file system each writing takes milliseconds
@@ -61,8 +61,4 @@ def report(*, now: bool = False, **fields: Any) -> None:
 
 def read(file: Path) -> dict[str, Any]:
     """The status in a file; that of a program that has not begun where there is none, or none that can be read."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(read_bytes(file))
-        if isinstance(found, dict):
-            return {**_NEW, **found}
-    return dict(_NEW)
+    return {**_NEW, **read_object(file)}

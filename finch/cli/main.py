@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from finch import __version__
-from finch.base.errors import UsageError, report_user_errors
+from finch.base.errors import report_user_errors
 from finch.base.extras import require_extras
 from finch.base.log import quiet_dependencies
 from finch.cli.arguments import CommandsParser, Parser, complete_in_shell
@@ -56,20 +56,6 @@ _MODES = {
     "doctor": ("--gpu", "plan.commands.gpu_check", "check that this machine's GPUs compute a training step right"),
 }
 """The option that makes a command another one, of a module with its own arguments: as it is typed, that module, and what it does."""
-_OLD = {
-    "estimate": "finch check --exact",
-    "wise-ft": "finch average --base A --tuned B",
-    "select-lr": "finch report --select-lr",
-    "judge": "finch evaluate --judge URL",
-    "gpu-check": "finch doctor --gpu",
-    "slurm submit": "finch run --slurm CONFIG, or finch slurm --titan NAME",
-    "methods": "finch list methods",
-    "models": "finch list models",
-    "keys": "finch list keys",
-    "configs": "finch list configs, finch list --show NAME or finch list --copy NAME",
-    "data": "python examples/translate_rows.py, in finch's repository",
-}
-"""What has taken the place of commands that there were."""
 _READ_ALL = ("run", "check")  # which read all that follows themselves
 _WITH_CONFIG = (*_READ_ALL, "slurm", "sweep")  # which take key=value and others' options
 
@@ -81,9 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     # A shell that completes passes no arguments; what has been typed is in COMP_LINE.
     typed = os.environ["COMP_LINE"].split()[1:] if "_ARGCOMPLETE" in os.environ else arguments
-    name, *more = [*(word for word in typed if not word.startswith("-")), None]
-    for old in {name, f"{name} {more[0]}"} & _OLD.keys() if more else ():
-        raise UsageError(f"finch {old} is now {_OLD[old]}")
+    name = next((word for word in typed if not word.startswith("-")), None)
     parser, commands, module = build_parser(name, typed)
     complete_in_shell(parser, {name: commands[name] for name in _WITH_CONFIG})
     parsed, rest = parser.parse_known_args(arguments)

@@ -63,9 +63,6 @@ LORA = {
 }
 """The settings of FLOW's code: the paper's text names neither rank, alpha nor layers."""
 
-UNRESOLVED = "???"
-"""OmegaConf's missing value, of what depends on the merged config or must be given."""
-
 
 Resolve = Callable[["DictConfig", str, bool], None]
 """Takes file, method and command line merged, which it changes in place; the value of ``method=``; whether ``optimizer.lr`` is overridden."""
@@ -95,14 +92,6 @@ def _scale_lr(cfg: DictConfig, name: str, has_lr_override: bool) -> None:
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0:
         raise UserError(f"optimizer.lr={rate} must be a number above 0: method={name} takes a tenth of it")
     cfg.optimizer.lr = float(f"{SMALL_LR_FACTOR * rate:.12g}")  # 0.1 * 3e-4 as 3e-05, not 3.0000000000000004e-05
-
-
-def _require_log(cfg: DictConfig, name: str, has_lr_override: bool) -> None:
-    from omegaconf import OmegaConf
-
-    schedule = cfg.lr_scheduler
-    if component_of(schedule) is not None and OmegaConf.is_missing(schedule, "log"):
-        raise UserError(f"method={name} needs lr_scheduler.log=RUN, an earlier run's folder or metrics.jsonl")
 
 
 def _add_adapters(cfg: DictConfig, name: str, has_lr_override: bool) -> None:
@@ -172,8 +161,7 @@ METHODS: dict[str, Method] = {
     "wise_ft": Method("sft; afterwards `finch average --tuned` averages the pretrained and the tuned weights"),
     "lr_replay": Method(
         "sft with the learning rates of an earlier run, lr_scheduler.log=RUN",
-        {"lr_scheduler": {"_component_": "finch.ReplayLR", "log": UNRESOLVED}},
-        _require_log,
+        {"lr_scheduler": {"_component_": "finch.ReplayLR"}},
     ),
 }
 FOR_COMPARISONS = METHODS.keys() - {"sft", "finch", "preserve", "kl", "self_replay", "lora"}
@@ -207,7 +195,7 @@ def split_name(name: str) -> list[str]:
 
 
 def apply_method(file_blocks: Blocks, overrides: list[str]) -> tuple[Blocks, list[str], list[str]]:
-    """Replaces the file's blocks by the method's; what depends on the merged config is left UNRESOLVED.
+    """Replaces the file's blocks by the method's.
 
     Args:
         file_blocks: the file's top-level keys; not changed.

@@ -25,7 +25,7 @@ from finch.base.log import logger
 from finch.config import methods
 from finch.config.instantiate import component_of, find_config, find_users_components, first_line, load_config, locate
 from finch.config.key_search import recipe_help
-from finch.config.resolved import format_override
+from finch.config.resolved import format_override, map_values
 from finch.config.schema import RECIPES, ROWS, FullFinetuneKeys, Keys, keys
 from finch.config.validation import PATHS, check, components, referred_keys
 
@@ -99,7 +99,7 @@ def read(
         logger.warning(f"{', '.join(repeated)} on the command line more than once: the last value is taken")
     overrides = readable(overrides)
     file_cfg = load_config(path)
-    given: tuple[Any, list[str]] = _text_keys(OmegaConf.to_container(file_cfg)), overrides
+    given: tuple[Any, list[str]] = map_values(OmegaConf.to_container(file_cfg), lambda value, _: value), overrides
     user_keys = referred_keys(file_cfg) | (AUTO_KEYS if "auto" in file_cfg else set())
     errors: list[UserError] = []
     # The first time for what people mistype: before a download of weights, torch is imported, and rows are read.
@@ -161,13 +161,6 @@ def named_errors(path: Path) -> Iterator[None]:
     except (ValueError, TypeError) as error:  # the latter by omegaconf, of a list and a mapping
         kind = UsageError if "key=value" in str(error) else UserError
         raise kind(f"{first_line(error)}; overrides are key=value, or ~key to remove one") from error
-
-
-def _text_keys(value: Any) -> Any:
-    """YAML's `1:` is a number; all names are texts."""
-    if isinstance(value, dict):
-        return {str(key): _text_keys(part) for key, part in value.items()}
-    return [_text_keys(part) for part in value] if isinstance(value, list) else value
 
 
 def recipe_of(cfg: Mapping[Any, Any]) -> str:

@@ -71,9 +71,10 @@ def resolved_config(cfg: DictConfig, model: type[Keys]) -> DictConfig:
 
 
 def map_values(node: Any, change: Callable[[Any, str], Any], key: str = "") -> Any:
-    """A container with ``change(value, key)`` in place of each value; those of a list have the list's."""
+    """A container with ``change(value, key)`` in place of each value; those of a list have the list's. All names are texts: YAML's ``1:`` is a
+    number."""
     if isinstance(node, dict):
-        return {name: map_values(value, change, str(name)) for name, value in node.items()}
+        return {str(name): map_values(value, change, str(name)) for name, value in node.items()}
     if isinstance(node, list):
         return [map_values(value, change, key) for value in node]
     return change(node, key)

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from finch.base.errors import UserError
 from finch.config.instantiate import arguments_in_source, component_of, locate
 from finch.config.key_search import format_default, key_hint
-from finch.config.resolved import format_value
+from finch.config.resolved import format_value, map_values
 from finch.config.schema import ALIASES, NAME, REQUIRED, UNSUPPORTED_KEYS, Key, Keys, arguments_of, keys
 
 WEIGHT = "weight"
@@ -146,9 +146,7 @@ def _plain(value: Any) -> Any:
     """A value without OmegaConf's types; one that is still missing is null."""
     if isinstance(value, (DictConfig, ListConfig)):
         value = OmegaConf.to_container(value, resolve=True)
-    if isinstance(value, dict):
-        return {name: None if part == MISSING else _plain(part) for name, part in value.items()}
-    return value
+    return map_values(value, lambda part, _: None if part == MISSING else part)
 
 
 def _expand_component(cfg: DictConfig, name: str, key: Key) -> None:

@@ -92,12 +92,10 @@ class Parallel:
         if it differs, which is a defect of finch."""
         if self.world_size == 1 or value is None:
             return
-        values = torch.as_tensor(value, dtype=torch.float64).reshape(-1).to(self.device)
-        gathered = [torch.empty_like(values) for _ in range(self.world_size)]
-        dist.all_gather(gathered, values)
-        # Bit patterns, so that a NaN equals itself.
-        if any(not torch.equal(other.view(torch.uint8), gathered[0].view(torch.uint8)) for other in gathered):
-            raise RuntimeError(f"{name} differs between ranks: {[other.tolist() for other in gathered]}")
+        gathered = self.gather_all_ranks(value.tolist() if isinstance(value, torch.Tensor) else value)
+        # By their texts, so that a NaN equals itself.
+        if len({repr(each) for each in gathered}) > 1:
+            raise RuntimeError(f"{name} differs between ranks: {gathered}")
 
     def require_equal(self, what: str, value: Any) -> None:
         """Compares a small Python object over the ranks. Raises UserError on each of them, which says ``what`` differs, if one has another than rank

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
-from finch.base.errors import UserError
+from finch.base.errors import UserError, writing
 from finch.base.files import atomic_folder
 from finch.evaluation.wise_ft import rewrite
 from finch.models.hf_config import read_settings
@@ -120,13 +119,10 @@ def merge_folder(base: Path, adapter: Path, target: Path) -> None:
         parts = modules.pop(name.removesuffix(".weight"), None)
         return weight if parts is None else merge_layer(weight, parts, scale, f"{adapter} is for {name}")
 
-    try:
-        with atomic_folder(target) as partial:
-            rewrite(base, partial, merged)
-            copy_side_files(adapter, partial, without=(ADAPTER_CONFIG,))  # the chat template
-            for name in modules:
-                raise UserError(
-                    f"{adapter} is for {name}, which {base} does not have; give the model that it was trained on"
-                )
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{target} cannot be written ({error}); make room") from error
+    with writing(str(target), "make room"), atomic_folder(target) as partial:
+        rewrite(base, partial, merged)
+        copy_side_files(adapter, partial, without=(ADAPTER_CONFIG,))  # the chat template
+        for name in modules:
+            raise UserError(
+                f"{adapter} is for {name}, which {base} does not have; give the model that it was trained on"
+            )

@@ -91,10 +91,8 @@ class Front:
         self, file: Path, fingerprint: str, evaluate: Callable[[float], tuple[float, float]], group: Parallel
     ) -> None:
         self._file, self._fingerprint, self._evaluate, self._group = file, fingerprint, evaluate, group
-        saved = None
-        with contextlib.suppress(OSError, ValueError, RecursionError):  # absent or damaged: all are evaluated
-            saved = json.loads(files.read_bytes(file)) if group.is_rank_zero else None
-        kept = saved if isinstance(saved, dict) and saved.get("fingerprint") == fingerprint else {}
+        saved = files.read_object(file) if group.is_rank_zero else {}  # absent or damaged: all are evaluated
+        kept = saved if saved.get("fingerprint") == fingerprint else {}
         kept = group.gather_all_ranks(kept)[0]
         self.points = {point[0]: Point(*point) for point in kept.get("points", [])}
         # Of each choice: one may come after another.

@@ -20,6 +20,7 @@ import torch
 from torch import distributed
 
 from finch.base.errors import UserError
+from finch.base.files import read_object
 from finch.base.log import logger
 from finch.config.instantiate import first_line
 from finch.distributed.parallel import Parallel, launched_rank, launched_ranks, local_device
@@ -198,8 +199,8 @@ def hash_weights(folder: ModelFolder) -> str:
 
 def _ends_of(file: Path) -> list[int]:
     """The ``eos_token_id`` of a config, in order; empty where the file or the key is missing, or unreadable."""
-    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
-        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") or []
+    found = read_object(file).get("eos_token_id") or []
+    with contextlib.suppress(TypeError):
         return sorted(found if isinstance(found, list) else [found])
     return []
 

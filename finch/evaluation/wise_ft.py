@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from finch.base.errors import UserError
+from finch.base.errors import UserError, writing
 from finch.base.run_files import CELL, CONFIG, HF_CONFIG, chosen_model
 from finch.models.hf_config import check_folder, read_config
 from finch.weights import files
@@ -57,19 +57,14 @@ def wise_ft(base: str | Path, tuned: str | Path, alphas: Sequence[float], out: s
     theta_0, theta_ft = _Weights("--base", base), _Weights("--tuned", tuned)
     check_settings(base, tuned, _EQUAL)
     base_name_of = _match(theta_0, theta_ft)
-    try:
-        with contextlib.ExitStack() as stack:
-            folders = [stack.enter_context(files.new_model_folder(target)) for target in targets]
-            for folder, alpha in zip(folders, alphas, strict=True):
+    with writing(str(out), "make room or give another place"), contextlib.ExitStack() as stack:
+        folders = [stack.enter_context(files.new_model_folder(target)) for target in targets]
+        for folder, alpha in zip(folders, alphas, strict=True):
 
-                def average(name: str, weight: torch.Tensor, alpha: float = alpha) -> torch.Tensor:
-                    return blend(theta_0.tensor(base_name_of[name]), weight, alpha)
+            def average(name: str, weight: torch.Tensor, alpha: float = alpha) -> torch.Tensor:
+                return blend(theta_0.tensor(base_name_of[name]), weight, alpha)
 
-                rewrite(tuned, folder, average)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{out} cannot be written ({getattr(error, 'strerror', None) or error}); make room or give another place"
-        ) from error
+            rewrite(tuned, folder, average)
     return targets
 
 
@@ -88,7 +83,7 @@ def models_in(folder: Path) -> list[Path]:
 
 def rewrite(source: Path, target: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
     """Fills the folder ``target`` with ``source``'s files, each weight by ``change(name, weight)``, under the same names and in the same shards.
-    Memory holds one shard. Raises UserError if a file of ``source`` is broken, OSError or SafetensorError if ``target`` cannot be written."""
+    Memory holds one shard. Raises UserError if a file of ``source`` is broken, OSError if ``target`` cannot be written."""
     files.copy_side_files(source, target)
     # Side files leave the index out, since shards are mostly cut anew; here they stay as they are.
     if (source / files.SAFETENSORS_INDEX).is_file():
@@ -96,7 +91,10 @@ def rewrite(source: Path, target: Path, change: Callable[[str, torch.Tensor], to
     for name in files.indexed_shards(source) or [files.SAFETENSORS]:
         shard = files.open_safetensors(source / name)
         content = {key: change(key, shard.get_tensor(key)) for key in shard.keys()}  # noqa: SIM118 (not a dict)
-        save_file(content, target / name, shard.metadata())
+        try:
+            save_file(content, target / name, shard.metadata())
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
 
 
 class _Weights:

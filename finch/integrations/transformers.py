@@ -387,7 +387,7 @@ class SelfReplay(TrainerCallback):
             raise UserError("SelfReplay needs the tokenizer: Trainer(processing_class=tokenizer)")
         settings = _digest((self._prompts, self._num_rows, self._options))
         make = functools.partial(self._generate, model, tokenizer)
-        self._answers = _kept(file, args, state, make, self._answers if self._of() is model else [], [settings])
+        self._answers = _kept(file, args, state, make, self._answers if self._of() is model else [], settings)
         self._of = weakref.ref(model)
         loader = kwargs["train_dataloader"]
         self._is_within_epoch = state.global_step > 0 and not args.ignore_data_skip
@@ -552,13 +552,9 @@ class ForgettingCallback(TrainerCallback):
         options = {"max_new_tokens": self._max_new_tokens, "top_k": self._top_k}
         stops = _stop_tokens(model, tokenizer)
         make = functools.partial(measured_answers, model, prompts, stop_tokens=stops, **options)
-        # Of the texts: a chat template may write the date. Earlier versions had only these.
-        digests = [_digest((self._prompts, options)), _digest(self._prompts)]
-        self._answers = _kept(file, args, state, make, self._answers if self._of() is model else [], digests)
+        settings = _digest((self._prompts, options))  # of the texts: a chat template may write the date
+        self._answers = _kept(file, args, state, make, self._answers if self._of() is model else [], settings)
         self._of = weakref.ref(model)
-        is_of_earlier_version = state.global_step > 0 and not digest_of(file)
-        if is_of_earlier_version and [each.tokens[: -len(each.top)].tolist() for each in self._answers] != prompts:
-            raise UserError(f"{file} {_OTHER_ANSWERS}")
         self._interval = self._every_n_steps or math.ceil(state.max_steps / 10)
         return self._measure(model, state, control)
 
@@ -690,10 +686,10 @@ def _kept(
     state: TrainerState,
     make: Callable[[], list[Answer]],
     earlier: list[Answer],
-    digests: Sequence[str],
+    digest: str,
 ) -> list[Answer]:
     """The pretrained model's answers: made where the run begins, read where it is resumed, and kept where a smaller batch is tried, since the Trainer
-    goes on with the weights of then. ``digests``: of prompts and settings, of which a resumed run must have one; the first is written."""
+    goes on with the weights of then. ``digest``: of prompts and settings, which a resumed run must have too."""
     if args.auto_find_batch_size and earlier:
         return earlier
     if state.global_step > 0:
@@ -701,8 +697,8 @@ def _kept(
             raise UserError(
                 f"{file} is missing: the answers of the pretrained model, which this resumed run no longer has; start a new run"
             )
-        if digest_of(file) not in ("", *digests):
-            raise UserError(f"{file} {_OTHER_ANSWERS}")
+        if digest_of(file) != digest:
+            raise UserError(f"{file} has the answers to other prompts, or of other settings; resume with the same ones")
         return read_answers(file)
     found = [make()]
     if has_ranks():  # the same on all, which a tie could keep them from
@@ -710,7 +706,7 @@ def _kept(
     [answers] = found
     if state.is_world_process_zero:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_answers(answers, file, digests[0])
+        save_answers(answers, file, digest)
     return answers
 
 
@@ -777,7 +773,6 @@ _NO_LABELS = (
     "labels: they did not reach the model, so that FINCH cannot see the loss; the data collator must return them, and a custom "
     "compute_loss must pass on the complete batch"
 )
-_OTHER_ANSWERS = "has the answers to other prompts, or of other settings; resume with the same ones"
 _CONSTANT = "FINCH is the only one to set the learning rate; pass TrainingArguments(lr_scheduler_type='constant') and no scheduler object; for warm-up TrainingArguments(warmup_steps=)"
 
 

@@ -131,15 +131,14 @@ class Hooks(dict[str, Hook]):
 class Preemption(Hook):
     """SIGTERM, SIGUSR1 and Ctrl-C end the run after the current step or, with several ranks, the next one; the watchdog knows whether this rank is in a step."""
 
-    _signals: Signals | None = None
-
-    def install(self, run: Run) -> None:
-        """Handles signals from here on; before the first step they end the process at once."""
+    def __init__(self, run: Run) -> None:
         self._signals = Signals(before_training=run.mark_requeue)
+
+    def install(self) -> None:
+        """Handles signals from here on; before the first step they end the process at once."""
         self._signals.install()
 
     def start(self, trainer: Trainer) -> None:
-        assert self._signals is not None, "install() comes first"
         self._signals.start()
 
     def before_step(self, state: TrainState) -> None:
@@ -147,18 +146,15 @@ class Preemption(Hook):
 
     def after_step(self, state: TrainState) -> None:
         watchdog.mark_step(False)
-        signals = self._signals
-        if signals is not None and (signals.is_terminated or signals.is_interrupted):
-            state.request_stop("a signal", is_finished=False, is_requeued=signals.is_terminated)
+        if self._signals.is_terminated or self._signals.is_interrupted:
+            state.request_stop("a signal", is_finished=False, is_requeued=self._signals.is_terminated)
 
     def after_training(self, state: TrainState) -> None:
         """What is done now, such as an average, is done by the next start where a signal ends it."""
-        if self._signals is not None:
-            self._signals.end()
+        self._signals.end()
 
     def close(self) -> None:
-        if self._signals is not None:
-            self._signals.restore()
+        self._signals.restore()
 
 
 class NonfiniteGuard(Hook):

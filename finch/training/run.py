@@ -435,11 +435,10 @@ class RunLock:
             )
 
     def _holder(self) -> str:
-        try:
-            holder = json.loads(self._path.read_text(encoding="utf-8"))
-            return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
-        except (OSError, ValueError, KeyError):
+        holder = files.read_object(self._path)
+        if not {"pid", "host", "since"} <= holder.keys():
             return "another process"
+        return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
 
 
 @dataclass(frozen=True)

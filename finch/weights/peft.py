@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
 from torchtune.modules.peft import DoRALinear
 
@@ -21,6 +19,7 @@ from finch.weights.files import (
     ADAPTER_WEIGHTS,
     SAFETENSORS_METADATA,
     new_model_folder,
+    save_tensors,
     write_json,
 )
 from finch.weights.huggingface import HuggingFaceFolder, PretrainedFolder
@@ -93,10 +92,10 @@ class PeftFolder:
         config = self._config(next(iter(layers.values())))
         try:
             with new_model_folder(target) as partial:
-                save_file(content, partial / ADAPTER_WEIGHTS, SAFETENSORS_METADATA)
+                save_tensors(partial / ADAPTER_WEIGHTS, content, SAFETENSORS_METADATA)
                 write_json(partial / ADAPTER_CONFIG, config)
                 self._base.write_chat_settings(partial)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise WriteFailed(str(error)) from error
 
     def _to_peft(self, stored: StoredWeight, parts: dict[str, StateDict]) -> StateDict:

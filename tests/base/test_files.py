@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from finch.base.files import atomic_file, atomic_folder, make_folder
+from finch.base.files import atomic_file, atomic_folder, make_folder, read_object
 
 
 @pytest.fixture
@@ -60,3 +60,12 @@ def test_after_an_error_all_is_as_it_was(tmp_path):
         with pytest.raises(KeyError):
             fail(write)
     assert list(tmp_path.rglob("*")) == [tmp_path / "epoch_0"]
+
+
+def test_object_is_empty_where_none_can_be_read(tmp_path):
+    (tmp_path / "good").write_text('{"a": 1}')
+    assert read_object(tmp_path / "good") == {"a": 1}
+    for name, content in {"list": b"[1]", "half": b"{", "bytes": b"\xff\xfe\xff", "deep": b"[" * 10**6}.items():
+        (tmp_path / name).write_bytes(content)
+        assert read_object(tmp_path / name) == {}
+    assert read_object(tmp_path / "none") == read_object(tmp_path) == {}

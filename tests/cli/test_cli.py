@@ -25,26 +25,3 @@ def test_an_empty_word_is_a_mistake_in_a_line(capsys, command):
     """As of a variable of the shell that is not set."""
     code, _, err = finch(capsys, *command.split(), "")
     assert (code in (1, 2), "Traceback" in err, "finch: error: " in err) == (True, False, True), err
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("data translate --out x.jsonl", "python examples/translate_rows.py"),
-        ("gpu-check --quick", "finch doctor --gpu"),
-        ("slurm submit my.yaml --nodes 2", "finch run --slurm"),
-        ("wise-ft --base a --tuned b --out c", "finch average --base A --tuned B"),
-        ("estimate auto --gpus 8", "finch check --exact"),
-        ("judge RUN --base-url URL", "finch evaluate --judge URL"),
-        ("select-lr out", "finch report --select-lr"),
-        ("methods", "finch list methods"),
-        ("models gemma", "finch list models"),
-        ("keys", "finch list keys"),
-        ("configs cp auto x", "finch list --copy NAME"),
-    ],
-)
-def test_an_old_command_names_its_new_one(capsys, old, new):
-    code, _, err = finch(capsys, *old.split())
-    assert (code, err.count("\n")) == (2, 2)
-    assert f"finch: error: finch {old.split()[0]}" in err
-    assert new in err

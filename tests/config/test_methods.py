@@ -154,12 +154,12 @@ def test_method_has_its_own_rate_unless_given(method, rate):
         assert merged(method=method)["optimizer"] == MINIMAL["optimizer"]  # given next to the method
 
 
-def test_replay_requires_a_log():
+def test_replay_requires_a_log(file):
     cfg = merged("method=lr_replay+dft", "lr_scheduler.log=out/run")
     assert cfg["lr_scheduler"] == {"_component_": "finch.ReplayLR", "log": "out/run"}
     assert cfg["loss"] == objective("DFT")
-    with pytest.raises(UserError, match=r"needs lr_scheduler\.log=RUN"):
-        merged("method=lr_replay")
+    with pytest.raises(UserError, match=r"lr_scheduler\.log is missing: the earlier run whose"):
+        read(["--config", str(file), "method=lr_replay"], FullFinetuneKeys)
 
 
 @pytest.mark.parametrize(

@@ -194,8 +194,6 @@ def identity_of(config: Any) -> dict[str, Any] | None:
 
 
 def _load(file: Path, fingerprint: str) -> float | None:
-    try:
-        content = json.loads(file.read_text())
-        return float(content["mean_loss"]) if content["fingerprint"] == fingerprint else None
-    except (OSError, ValueError, KeyError, TypeError):  # none, of other rows or weights, or damaged
-        return None
+    content = files.read_object(file)  # none, of other rows or weights, or damaged
+    value = content.get("mean_loss") if content.get("fingerprint") == fingerprint else None
+    return float(value) if isinstance(value, (int, float)) else None

@@ -21,7 +21,7 @@ from torchtune.data import padded_collate_sft
 
 from finch.base.dtensor import full_tensor
 from finch.base.errors import UserError, WriteFailed
-from finch.base.files import replace_text
+from finch.base.files import read_object, replace_text
 from finch.base.log import logger
 from finch.config.instantiate import build, first_line
 from finch.config.schema import FullFinetuneKeys
@@ -237,10 +237,7 @@ class RecipeHooks:
         return name
 
     def _read(self, step: int) -> dict[str, Any]:
-        try:
-            state = dict(json.loads((self.run.path / STATE).read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            return {"step": step}
+        state = read_object(self.run.path / STATE) or {"step": step}
         budget = state.get("forgetting_budget")
         if budget is not None and budget["step"] > step:  # of an attempt that is taken back
             state["forgetting_budget"] = None
