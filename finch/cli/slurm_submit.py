@@ -243,11 +243,18 @@ def submit(
     """Submits a job, or prints the command; messages say that ``folder_key`` sets the run's folder, and that scancel does ``end``."""
     log = job.by_name.get("output", f"{run}/slurm/%j.out")
     command = ["sbatch", "--parsable", *job.given, f"--output={log}", str(script), *words]
+    folders, place = {f"{folder_key}{run}": run / "slurm"}, Path(log).parent
+    if place != Path() and "%" not in str(place) and "chdir" not in job.by_name:  # else only Slurm knows it
+        folders[f"--output={log}"] = place
     if is_dry_run:
-        print(f"mkdir -p {shlex.quote(f'{run}/slurm')} && {as_shell(command, job.settings)}")
+        made = shlex.join(dict.fromkeys(map(str, folders.values())))
+        print(f"mkdir -p {made} && {as_shell(command, job.settings)}")
         return
-    with writing(f"{folder_key}{run}"):
-        (run / "slurm").mkdir(parents=True, exist_ok=True)  # sbatch does not create the folder of --output
+    for key, folder in folders.items():
+        with writing(key):
+            folder.mkdir(
+                parents=True, exist_ok=True
+            )  # sbatch does not, and a job without its --output ends without a word
     number = run_sbatch(command, job.settings)
     ranks = job.ranks_per_node or "as the job has GPUs"
     nodes = job.by_name.get("nodes", 1)

@@ -151,6 +151,13 @@ def test_submit_reports_what_sbatch_says(capsys):
     assert "finch: error: sbatch fails: invalid partition specified: gpu" in err
 
 
+def test_folder_of_the_jobs_output_is_made(capsys, tmp_path):
+    """Without it Slurm ends the job without a word."""
+    for output, place in (("logs/%j.out", " logs"), ("%j/out", ""), ("x.out", "")):
+        out = submit(capsys, "--dry-run", "qwen3/4B_finch", f"--output={output}", f"output_dir={tmp_path}/run")[1]
+        assert out.partition(" && ")[0] == f"mkdir -p {tmp_path}/run/slurm{place}"
+
+
 def test_seconds_of_reads_slurms_time_limits():
     limits = {"5": 300, "5:30": 330, "1:05:30": 3930, "2-3": 183600, "2-3:04": 183840, "2-3:04:05": 183845}
     for limit, seconds in {**limits, "0": None, "UNLIMITED": None}.items():

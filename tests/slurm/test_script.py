@@ -65,12 +65,13 @@ def job(tmp_path):
     return Job(tmp_path)
 
 
-def test_script_resumes_from_path_until_first_checkpoint(job):
-    """A start that is preempted before its first checkpoint must not make the next one begin with the pretrained model."""
-    other = "resume_from_checkpoint=/other/checkpoints/step_9"
+@pytest.mark.parametrize("place", ["/other/checkpoints/step_9", "False"])
+def test_script_resumes_from_path_until_first_checkpoint(job, place):
+    """A start that is preempted before its first checkpoint must not make the next one begin elsewhere, or be refused for its lost steps."""
+    other = f"resume_from_checkpoint={place}"
     for number in (0, 1):
         job.start(number, other)
-        assert job.value("resume_from_checkpoint") == "/other/checkpoints/step_9"
+        assert job.value("resume_from_checkpoint") == place
     (job.run / "metrics.jsonl").write_text("lost\n")  # steps that were done and not saved
     job.start(2, other)
     assert not (job.run / "metrics.jsonl").exists()

@@ -190,7 +190,8 @@ def _probe_outcome(run: Run, measure: Measure) -> Outcome | None:
     if not chosen:
         return None
     value, step = chosen[-1][key], chosen[-1]["step"]
-    before = next((line[key] for line in lines if line["step"] == 0), None)
+    change = chosen[-1].get(f"{key}_change")  # on the same rows, where a resumed run has others than at step 0
+    before = next((line[key] for line in lines if line["step"] == 0), None) if change is None else value - change
     if before is None:
         return Outcome(measure, Estimate(value), step=step)
     return Outcome(measure, Estimate(value), Estimate(before), Estimate(value - before), step=step)

@@ -81,6 +81,11 @@ def test_probes_take_the_place_of_evaluations(tmp_path):
     assert outcome.score.value == last["probe/stories/loss"]
     assert outcome.delta.value == pytest.approx(last["probe/stories/loss_change"])
     assert outcome.step == 40
+    # A resumed run whose probe has other rows measures these at step 0 again.
+    file = tmp_path / "one" / "metrics.jsonl"
+    file.write_text(file.read_text().replace(json.dumps(last), json.dumps(last | {"probe/stories/loss_change": 0.5})))
+    outcome = compare(read_runs([tmp_path / "one"])).outcomes[0]["stories"]
+    assert (outcome.delta.value, outcome.base.value) == (pytest.approx(0.5), pytest.approx(outcome.score.value - 0.5))
 
 
 def test_validation_loss_takes_the_place_of_the_new_task(tmp_path):
