@@ -78,9 +78,9 @@ def plain() -> Trainer.Config:
         model_spec=llama(base),
         optimizer=default_adamw(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0),
         training=TrainingConfig(
-            local_batch_size=8, seq_len=128, steps=12, mixed_precision_param="float32", disable_cuda_graphs=True
+            local_batch_size=4, seq_len=128, steps=12, mixed_precision_param="float32", disable_cuda_graphs=True
         ),
-        dataloader=RowsDataLoader.Config(data_files=os.environ["FINCH_TEST_ROWS"], split="train[:64]", is_packed=False),
+        dataloader=RowsDataLoader.Config(data_files=os.environ["FINCH_TEST_ROWS"], split="train[:32]", is_packed=False),
         metrics=MetricsProcessor.Config(log_freq=1, disable_color_printing=True),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
         checkpoint=CheckpointManager.Config(
@@ -97,12 +97,8 @@ def finch() -> Trainer.Config:
     return to_finch_config(plain(), eta_max=2.5e-3, init="first_batch")
 
 
-def dft() -> Trainer.Config:
-    """FINCH with the objective DFT."""
-    return _with_objective("DFT")
-
-
 def eaft() -> Trainer.Config:
+    """FINCH with the objective EAFT."""
     return _with_objective("EAFT")
 
 

@@ -1,12 +1,15 @@
 """Runs TorchTitan 0.3 on a CPU: what it asks of a GPU is replaced here, only for tests.
 
 python -m helpers.titan_cpu ARGUMENTS of torchtitan.train
-python -m helpers.titan_cpu JOBS.json         # several runs, one after the other, in one process group
+python -m helpers.titan_cpu JOBS.json RANKS   # several runs, one after the other, in one process group of ranks that are forked here
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import shutil
 import sys
 import traceback
 import types
@@ -42,15 +45,45 @@ def install() -> None:
     parallelize.apply_fsdp_to_decoder = apply_fsdp_with_gloo
 
 
+def fork_ranks(jobs: Path, ranks: int) -> int:
+    """Runs jobs on ranks that have imported everything, which takes longer than most runs; returns the exit code."""
+    from helpers import rank_server
+
+    for module in ("helpers.titan_configs", "finch.integrations.titan", "torchtitan.train"):
+        importlib.import_module(module)
+    job = {"ranks": ranks, "argv": ["helpers.titan_cpu", str(jobs)], "folder": str(jobs.parent), "timeout": 600}
+    done = rank_server.run({**job, "output": str(jobs.parent / "output.txt"), "environment": dict(os.environ)})
+    return int(any(done["codes"]))
+
+
+def recipe_main() -> None:
+    """What ``helpers.rank_server`` calls on each rank."""
+    jobs = Path(sys.argv[1])
+    for job in json.loads(jobs.read_text()):
+        run_job(job, jobs.parent)
+
+
+def copy_of_run(source: Path, folder: Path) -> None:
+    """A run's folder without its last checkpoint: it continues from the one before. A collective."""
+    if os.environ["RANK"] == "0":
+        shutil.copytree(source, folder, symlinks=True)
+        saved = (folder / "checkpoint").glob("step-*")
+        shutil.rmtree(max(saved, key=lambda path: int(path.name.rpartition("-")[2])))
+    torch.distributed.barrier()
+
+
 def run_job(job: dict, folder: Path) -> None:
     """Trains as a job says, and writes what rank 0 saw: losses that TorchTitan logged, learning rates that the optimizers used, weights.
 
     Args:
-        job: ``name``, ``arguments`` of torchtitan.train, and ``nonfinite``: from a step to "loss" or "gradient", which is made NaN there.
+        job: ``name``, ``arguments`` of torchtitan.train, ``continues``: an earlier job's folder, of which it gets a copy, and
+            ``nonfinite``: from a step to "loss" or "gradient", which is made NaN there.
     """
     from torchtitan.config import ConfigManager
 
     dump = folder / job.get("folder", job["name"])
+    if "continues" in job:
+        copy_of_run(folder / job["continues"], dump)
     config = ConfigManager().parse_args([*job["arguments"], "--dump_folder", str(dump)])
     trainer = config.build()
     logged, rates = [], []
@@ -104,9 +137,7 @@ def spoil(trainer, nonfinite: dict[int, str]) -> None:
 if __name__ == "__main__":
     install()
     if sys.argv[1].endswith(".json"):
-        jobs = Path(sys.argv[1])
-        for job in json.loads(jobs.read_text()):
-            run_job(job, jobs.parent)
+        sys.exit(fork_ranks(Path(sys.argv[1]), int(sys.argv[2])))
     else:
         from torchtitan.train import main
 

@@ -1,16 +1,17 @@
-"""Starts TorchTitan on a CPU by torchrun: several runs in one process group, since importing it takes longer than most of them."""
+"""Starts TorchTitan on a CPU: several runs in one process group, since importing it takes longer than most of them."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from benchmarks.tiny_job import environment, torchrun
+from benchmarks.tiny_job import environment
 from helpers.evaluation import read_lines
 from helpers.runs import ROOT
 
@@ -20,7 +21,7 @@ class TitanRun:
     """What a finished run left behind.
 
     Attributes:
-        output: of all runs of its torchrun.
+        output: of all runs of its process group.
     """
 
     folder: Path
@@ -45,10 +46,10 @@ def rows_environment(shared_data: Path) -> dict[str, str]:
     return {"FINCH_TEST_BASE": f"{shared_data}/stories260k", "FINCH_TEST_ROWS": f"{shared_data}/tofu/full.jsonl"}
 
 
-def start(ranks: int, arguments: list[str], shared_data: Path, timeout: int = 300) -> subprocess.CompletedProcess[str]:
-    """Starts torchrun with `python -m helpers.titan_cpu`, on stories260k and TOFU's rows."""
+def start(command: list[str], shared_data: Path, timeout: int = 600) -> subprocess.CompletedProcess[str]:
+    """Starts a command that runs ``helpers.titan_cpu``, on stories260k and TOFU's rows."""
     return subprocess.run(
-        torchrun(ranks, "-m", "helpers.titan_cpu", *arguments),
+        command,
         env=environment(ROOT, ROOT / "tests", OMP_NUM_THREADS="1", **rows_environment(shared_data)),
         cwd=os.environ.get("TMPDIR", "/tmp"),
         stdout=subprocess.PIPE,
@@ -62,9 +63,9 @@ def start(ranks: int, arguments: list[str], shared_data: Path, timeout: int = 30
 def run_jobs(ranks: int, jobs: list[dict], folder: Path, shared_data: Path) -> None:
     """Runs some jobs, see ``helpers.titan_cpu.run_job``, in ``folder``."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    done = start(ranks, [str(folder / "jobs.json")], shared_data)
-    assert done.returncode == 0, done.stdout[-5000:]
-    (folder / "output.txt").write_text(done.stdout)
+    (folder / "output.txt").touch()
+    done = start([sys.executable, "-m", "helpers.titan_cpu", str(folder / "jobs.json"), str(ranks)], shared_data)
+    assert done.returncode == 0, done.stdout[-5000:] + (folder / "output.txt").read_text()[-5000:]
 
 
 def finished(jobs: list[dict], folder: Path) -> dict[str, TitanRun]:

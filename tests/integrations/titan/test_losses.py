@@ -10,7 +10,7 @@ def test_mean_loss_is_kept_under_a_fingerprint(one_rank):
     file = run.folder / "initial_loss.json"
     assert (
         run.output.count(f"nats, from {file}") == 1
-    )  # of three starts: the first computes it, the third has other rows
+    )  # of three starts: the first, "straight", computes it, the third has other rows
     assert json.loads(file.read_text())["mean_loss"] > 0
 
 
