@@ -250,11 +250,10 @@ def submit(
         made = shlex.join(dict.fromkeys(map(str, folders.values())))
         print(f"mkdir -p {made} && {as_shell(command, job.settings)}")
         return
+    # sbatch makes no folder, and a job that cannot write its --output ends without a word.
     for key, folder in folders.items():
         with writing(key):
-            folder.mkdir(
-                parents=True, exist_ok=True
-            )  # sbatch does not, and a job without its --output ends without a word
+            folder.mkdir(parents=True, exist_ok=True)
     number = run_sbatch(command, job.settings)
     ranks = job.ranks_per_node or "as the job has GPUs"
     nodes = job.by_name.get("nodes", 1)

@@ -69,8 +69,8 @@ def wise_ft(base: str | Path, tuned: str | Path, alphas: Sequence[float], out: s
 
 
 def models_in(folder: Path) -> list[Path]:
-    """What a folder stands for where a model is asked for: RUN/average for its model, a sweep for its trained cells, averages of two folders for
-    its models; else itself."""
+    """The folders of models that a path names: of RUN/average its model, of a sweep its trained cells, of averages of two folders their models; else
+    the path itself."""
     if (folder / "model" / HF_CONFIG).is_file() and not (folder / HF_CONFIG).is_file():
         return [folder / "model"]
     if any((folder / name).is_file() for name in (CONFIG, HF_CONFIG, CELL)):

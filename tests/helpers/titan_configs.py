@@ -97,8 +97,12 @@ def finch() -> Trainer.Config:
     return to_finch_config(plain(), eta_max=2.5e-3, init="first_batch")
 
 
+def dft() -> Trainer.Config:
+    """FINCH with the objective DFT."""
+    return _with_objective("DFT")
+
+
 def eaft() -> Trainer.Config:
-    """FINCH with the objective EAFT."""
     return _with_objective("EAFT")
 
 

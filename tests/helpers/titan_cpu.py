@@ -17,6 +17,9 @@ from pathlib import Path
 
 import torch
 
+from helpers.evaluation import read_lines
+from helpers.rows import write_lines
+
 
 def install() -> None:
     """Makes TorchTitan's modules work on a CPU; call it before the first of them is imported."""
@@ -64,11 +67,14 @@ def recipe_main() -> None:
 
 
 def copy_of_run(source: Path, folder: Path) -> None:
-    """A run's folder without its last checkpoint: it continues from the one before. A collective."""
+    """A run's folder as a kill leaves it a step after its last checkpoint but one. A collective."""
     if os.environ["RANK"] == "0":
-        shutil.copytree(source, folder, symlinks=True)
-        saved = (folder / "checkpoint").glob("step-*")
-        shutil.rmtree(max(saved, key=lambda path: int(path.name.rpartition("-")[2])))
+        shutil.copytree(source, folder, symlinks=True, ignore=shutil.ignore_patterns("result.json", "weights.pt"))
+        saved = {int(path.name.rpartition("-")[2]): path for path in (folder / "checkpoint").glob("step-*")}
+        *_, kept, last = sorted(saved)
+        shutil.rmtree(saved[last])
+        metrics = folder / "metrics.jsonl"
+        write_lines(metrics, *(line for line in read_lines(metrics) if line["step"] <= kept + 1))
     torch.distributed.barrier()
 
 

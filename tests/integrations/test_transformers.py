@@ -120,11 +120,11 @@ def test_own_answers_without_the_folders_penalties():
 def test_compiled_model_has_no_graph_break(tmp_path):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = train(tmp_path / "compiled", finch(), max_steps=2, torch_compile=True, torch_compile_backend="eager")
+    compiled = train(tmp_path / "compiled", finch(), torch_compile=True, torch_compile_backend="eager")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert not torch._dynamo.utils.counters["graph_break"]
     assert logged(compiled, "ema_loss") == pytest.approx(
-        logged(train(tmp_path / "eager", finch(), max_steps=2), "ema_loss"), rel=1e-5
+        logged(train(tmp_path / "eager", finch()), "ema_loss"), rel=1e-5
     )
 
 

@@ -207,7 +207,7 @@ class Report:
         if stats.num_rows:
             median = stats.lengths[(stats.num_rows - 1) // 2]  # of an even number of rows the lower one
             self._print(
-                f"tokens a row: {stats.lengths[0]} to {stats.max_length}, median {median}; "
+                f"tokens per row: {stats.lengths[0]} to {stats.max_length}, median {median}; "
                 f"{sum(stats.lengths):,} tokens, {_share(stats.num_targets, sum(stats.lengths))} targets"
             )
         if key != "dataset" and self._trained and (known := statistics.describe_trained(samples, self._trained)):

@@ -37,14 +37,14 @@ def one_rank(once, shared_data: Path) -> dict[str, TitanRun]:
     second, third = (("--training.steps", "1", "--checkpoint.folder", name) for name in ("second", "third"))
     jobs = [
         job("straight", *dataset, *saved),
-        job("accumulated", *twice, *dataset, "--training.steps", "4"),
+        job("accumulated", *twice, *dataset),
         job("resumed", *dataset, *saved, "--checkpoint.load_step", "9", continues="straight"),
         job("other_first", "--training.steps", "2", config="plain", folder="other"),
         job("other", "--checkpoint.exclude_from_loading", "lr_scheduler", *short),
         job("skipped", "--lr_scheduler.on_nonfinite", "skip", *short, nonfinite={3: "loss", 5: "gradient"}),
         job("raised", *short, nonfinite={3: "gradient"}),
         job("raised_late", *short, *rare, nonfinite={5: "loss"}),
-        *(job(name, *dataset, "--training.steps", "4", config=name) for name in ("eaft", "talr")),
+        *(job(name, *dataset, "--training.steps", "4", config=name) for name in ("dft", "eaft", "talr")),
         VALIDATED,
         job("preserving", *replayed, "--training.steps", "8", config="preserving"),
         job(
@@ -73,13 +73,13 @@ def two_ranks(once, shared_data: Path, one_rank: dict[str, TitanRun]) -> dict[st
     dataset, half = ("--lr_scheduler.init", "dataset"), ("--training.local_batch_size", "2")
     replicate = ("--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "1")
     saved = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "9")
-    tensor, four = ("--parallelism.tensor_parallel_degree", "2"), ("--training.steps", "4")
-    skip = ("--lr_scheduler.on_nonfinite", "skip", *four)
+    tensor = ("--parallelism.tensor_parallel_degree", "2")
+    skip = ("--lr_scheduler.on_nonfinite", "skip", "--training.steps", "4")
     straight = str(one_rank["straight"].folder)
     jobs = [
         job("fsdp", *dataset, *half, *saved),
-        job("hsdp", *dataset, *half, *replicate, *four),
-        job("tensor", *dataset, *tensor, *four),
+        job("hsdp", *dataset, *half, *replicate),
+        job("tensor", *dataset, *tensor),
         job("resumed", *dataset, *half, *saved, "--checkpoint.load_step", "9", continues="fsdp"),
         job("resharded", *dataset, *half, "--checkpoint.load_step", "9", continues=straight),
         job("skipped", *half, *skip, nonfinite={3: "gradient"}),
@@ -93,8 +93,8 @@ def two_ranks(once, shared_data: Path, one_rank: dict[str, TitanRun]) -> dict[st
 
 @pytest.fixture(scope="session")
 def recipe_runs(once, one_rank: dict[str, TitanRun]) -> dict[str, Run]:
-    """finch's torchtune recipe on the configs that TorchTitan's runs have left, with cross-entropy and objectives that TorchTitan's loss can be."""
-    names = ("straight", "eaft", "talr", "preserving")
+    """finch's torchtune recipe on the configs that TorchTitan's runs have left, with cross-entropy and each objective that TorchTitan's loss can be."""
+    names = ("straight", "dft", "eaft", "talr", "preserving")
 
     def train(folder: Path) -> None:
         for name in names:

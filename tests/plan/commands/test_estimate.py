@@ -46,7 +46,7 @@ def test_estimate_reports_memory_collectives_and_time(estimate):
 def test_estimate_takes_the_longest_row_of_the_configs_files(base_folder, rows_file, tmp_path, capsys):
     config = write_config(tmp_path, make_config(base_folder, rows_file, tmp_path / "run"))
     (checked, shown), exact = finch(capsys, "check", config)[:2], finch(capsys, "check", "--exact", config, "--json")[1]
-    longest = int(re.search(r"tokens a row: \d+ to (\d+)", shown)[1])
+    longest = int(re.search(r"tokens per row: \d+ to (\d+)", shown)[1])
     assert (checked, json.loads(exact)["row"]["seq"]) == (0, longest)
     exact = finch(capsys, "check", "--exact", config, "--json", "--seq", "85")[1]
     assert json.loads(exact)["row"] == {"seq": 85, "targets": 37}
