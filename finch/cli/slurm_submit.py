@@ -121,6 +121,10 @@ def complete_options(given: Sequence[str], text: str, *, is_own_script: bool = F
         given.append("--gpus-per-node=1")
         options["gpus-per-node"] = "1"
     _check_time(options)
+    if not is_own_script and not re.match(r"R?B:(SIG)?(USR1|10)\b", options.get("signal", ""), flags=re.IGNORECASE):
+        raise UserError(
+            f"--signal={options.get('signal')} would not save the run before the time limit; give --signal=B:USR1@SECONDS"
+        )
     if options["export"].split(",")[0] != "ALL":
         raise UserError(
             f"--export={options['export']} hides the settings from the script; give --export=ALL,NAME=VALUE"

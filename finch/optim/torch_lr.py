@@ -125,8 +125,7 @@ class TorchLR(HostSchedule):
             self._lr = self._rate()
             if not math.isclose(self._lr, state["last_lr"], rel_tol=1e-6):
                 logger.warning(
-                    f"lr_scheduler: step {self._steps_taken} had the rate {state['last_lr']:g} and has {self._lr:g} by this config, which the steps "
-                    "from here on follow; a warm-up of earlier versions goes on as it was with lr_scheduler.warmup_from_zero=True"
+                    f"lr_scheduler: step {self._steps_taken} had the rate {state['last_lr']:g} and has {self._lr:g} by this config, which is followed"
                 )
         self._set_lr()
 

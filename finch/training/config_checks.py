@@ -51,9 +51,7 @@ def _dummy_schedule(cfg: DictConfig) -> tuple[FinchLR | ReplayLR | None, str | N
     kind, eta_base = loss_schedule(cfg), cfg.optimizer.get("lr")
     has_rate = kind is not None or eta_base is not None  # else the optimizer's own
     if has_rate and not (isinstance(eta_base, (int, float)) and eta_base > 0):
-        raise UserError(
-            f"optimizer.lr={eta_base} must be a number above 0: under FinchLR it is eta_base, 2e-5 in the paper"
-        )
+        raise UserError(f"optimizer.lr={eta_base} must be a number above 0, such as 2e-5, the paper's eta_base")
     if kind is None:
         return None, None
     node = {"total_steps": 1, **cfg.lr_scheduler}  # how many is known when the rows are

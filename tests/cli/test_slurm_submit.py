@@ -112,6 +112,11 @@ def test_submit_leaves_a_sites_script_its_defaults(capsys, tmp_path, sbatch):
         ("qwen3/4B_finch overwrite=True", "excludes overwrite=True"),
         ("qwen3/4B_finch --time 5:30", "--time 5:30 must be at least 60 s longer than the 300 s of its"),
         ("qwen3/4B_finch --time=1:00:00 --signal=B:USR1@3590", "or a shorter warning"),
+        (
+            "qwen3/4B_finch --signal=B:USR2@300",
+            "--signal=B:USR2@300 would not save the run before the time limit; give",
+        ),
+        ("qwen3/4B_finch --signal=USR1@300", "give --signal=B:USR1@SECONDS"),
         ("qwen3/4B_finch --export=NONE", "give --export=ALL,NAME=VALUE"),
         ("qwen3/4B_finch -N 3 data_parallel_replicate_dim=2", "tensor_parallel_dim=1 does not divide the 3 ranks"),
         ("qwen3/4B_finch --array=0-3", "--array=0-3 starts all of its tasks on one output_dir"),

@@ -356,12 +356,15 @@ def _submit_sweep(grid: Grid, options: Sequence[str], words: Sequence[str], args
     for group in filter(None, (first, second)):
         ids.append(submission.submit_array(group, args.jobs, after=[*trained_earlier, *ids]))
     has_models = grid.evaluation is not None or any(job.cell.kind != RUN for job in jobs)
-    if has_models and (ids or _EVALUATION not in queued):  # one that is queued does not wait for these cells
+    is_done = all(job.is_trained() and not job.evaluate_commands() for job in jobs)
+    if (
+        has_models and not is_done and (ids or _EVALUATION not in queued)
+    ):  # one that is queued does not wait for these cells
         ids.append(submission.submit_evaluation(words, after=[*earlier, *ids]))
     if queued:
         print(f"in Slurm's queue already: {', '.join(earlier)}")
     if not ids:
-        print(f"all {len(jobs)} cells are trained or in the queue; there is nothing to submit")
+        print(f"all {len(jobs)} cells are done or in the queue; there is nothing to submit")
     elif not args.dry_run:
         print(f"{len(left)} of {len(jobs)} cells to train in {grid.out}")
         print(f"  squeue --jobs {','.join(ids)}")

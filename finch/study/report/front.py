@@ -298,10 +298,12 @@ class Reading:
         difference: the one's forgetting minus the other's, in the unit of the old tasks.
         ratio: the one's forgetting divided by the other's, below 1 where the one forgets less, a geometric mean over scores; None where one of them
             forgets nothing at one of the scores, or only one of them does so in more than 1% of the draws.
+        share: of the draws that reach one of the scores; the intervals are over these.
     """
 
     difference: Estimate
     ratio: Estimate | None
+    share: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -507,15 +509,16 @@ def _reading(lines: Sequence[tuple[Array, Array]], at: slice | list[int], has_in
     forgotten, drawn = [-values[at] for values, _ in lines], [-draws[:, at] for _, draws in lines]
     differences = mean_of_known(drawn[0] - drawn[1], axis=1)
     difference = _estimate(float((forgotten[0] - forgotten[1]).mean()), differences, has_intervals)
+    share = 1.0 - float(np.isnan(differences).mean())
     # A score that neither pays for says nothing and is left out: NaN.
     with np.errstate(divide="ignore", invalid="ignore"):
         draws = mean_of_known(np.log(drawn[0].clip(0)) - np.log(drawn[1].clip(0)), axis=1)
     is_infinite = np.isinf(draws)
     draws[is_infinite] = math.nan
     if min(forgotten[0].min(), forgotten[1].min()) <= 0 or is_infinite.mean() > _MAX_WITHOUT_RATIO:
-        return Reading(difference, None), draws
+        return Reading(difference, None, share), draws
     ratio = math.exp(float(np.log(forgotten[0] / forgotten[1]).mean()))
-    return Reading(difference, _estimate(ratio, np.exp(draws), has_intervals)), draws
+    return Reading(difference, _estimate(ratio, np.exp(draws), has_intervals), share), draws
 
 
 def with_base(points: Sequence[Point], base: Point | None) -> list[Point]:

@@ -137,7 +137,12 @@ def _pair_text(names: Names, front: Front, method: str, new: Measure, old: Measu
         return f"{shown} {'more' if more else 'less'}"
 
     end = equal_score(pair.scores[-1], new)
-    at_end = f"at {end}, the highest score that both reach, {text(pair.highest)}"
+    reached = (
+        f" (in {pair.highest.share:.0%} of the draws)"
+        if pair.highest.difference.ends and pair.highest.share < 1
+        else ""
+    )
+    at_end = f"at {end}, the highest score that both reach{reached}, {text(pair.highest)}"
     if len(pair.scores) == 1:
         return f"{label} forgets {at_end}."
     without = pair.ratios_without_one

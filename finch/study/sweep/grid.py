@@ -472,6 +472,8 @@ def _mapping(block: Any) -> dict[str, list[Any]]:
     for key, values in mapping.items():
         if not isinstance(values, list) or not values:
             raise UserError(f"grid.{key}={values} must be a list of values, such as [{values}]")
+        if twice := [value for number, value in enumerate(values) if value in values[:number]]:
+            raise UserError(f"grid.{key}={values} has {twice[0]} twice, which is one cell; give each value once")
     methods = [split_name(str(method)) for method in mapping.get(METHOD, [])]
     if ALPHA in mapping and not (methods and all(WISE_FT in names for names in methods)):
         raise UserError(f"grid.{ALPHA} is WiSE-FT's; give it a separate mapping with method: [wise_ft]")

@@ -50,6 +50,7 @@ def test_sweep_trains_and_interpolates_and_skips_what_is_finished(grid, tmp_path
     written = (run / "metrics.jsonl").stat().st_mtime_ns
     assert finch(capsys, "sweep", file)[0] == 0
     assert (run / "metrics.jsonl").stat().st_mtime_ns == written
+    assert "all 2 cells are done or in the queue" in finch(capsys, "sweep", file, "--slurm", "--dry-run")[1]
 
     def is_trained(*overrides):
         printed = finch(capsys, "sweep", file, "--dry-run", *overrides)[1]

@@ -51,7 +51,10 @@ def test_report_in_nats(nats):
         "The change of own_answers_kl, of each method and SFT where both have learned equally much (95% inter" in text
     )
     [line] = [line for line in text.splitlines() if line.startswith("- FINCH forgets ")]
-    assert re.search(r"forgets at [\d.]+%, the highest score that both reach, \d\.\d\d \[| on average", line)
+    assert re.search(
+        r"forgets at [\d.]+%, the highest score that both reach \(in \d\d% of the draws\), \d\.\d\d \[| on average",
+        line,
+    )
     assert len(re.findall(r"At an equal score on tofu: [^.]*\.", text)) == 1
     assert "change of own_answers_kl, nats per token" in (nats / "figures" / "trade_off.svg").read_text()
     assert "--old-tasks own_answers_kl" in text

@@ -166,6 +166,7 @@ def test_suite_that_chooses_epochs_is_evaluated_too(read, given, suites, tasks):
     ("grid", "message"),
     [
         ({"seed": 0}, "grid.seed=0 must be a list of values, such as [0]"),
+        ({"seed": [0, 1, 0]}, "grid.seed=[0, 1, 0] has 0 twice, which is one cell"),
         ([], "grid is missing"),
         ({"method": ["fnch"]}, "method=fnch is not known, did you mean finch?"),
         ({"output_dir": ["x"]}, "grid.output_dir: each cell has its own folder in out"),
