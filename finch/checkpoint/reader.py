@@ -240,7 +240,9 @@ def check_identity(state: dict[str, Any], identity: dict[str, Any], folder: Path
         )
     for key, value in identity.items():
         saved = state["identity"].get(key)
-        if saved != value and not (key in UNKNOWN_WITHOUT_CHECK and None in (saved, value)):
+        # The folder of finch.models.auto may be elsewhere where the run is resumed; its name is checkpointer.checkpoint_dir's.
+        is_moved = key == "model" and isinstance(saved, dict) and {**saved, "path": None} == {**value, "path": None}
+        if saved != value and not is_moved and not (key in UNKNOWN_WITHOUT_CHECK and None in (saved, value)):
             raise UserError(
                 f"resume_from_checkpoint: {folder} belongs to a run with {key}={json.dumps(saved)}, this config says "
                 f"{json.dumps(value)}; give that run's config, or another output_dir"

@@ -26,7 +26,7 @@ def is_secret(key: str) -> bool:
     return _SECRETS.fullmatch(_WORDS.sub("_", key)) is not None
 
 
-def redacted(cfg: DictConfig) -> DictConfig:
+def redacted(cfg: DictConfig) -> dict[str, Any]:
     """A resolved copy with tokens, API keys and passwords replaced by ``***``, also those in URLs; for everything that is written or logged."""
     secrets: set[str] = set()
 
@@ -46,7 +46,7 @@ def redacted(cfg: DictConfig) -> DictConfig:
 
     # Two passes: all secrets are known before other values are searched for them.
     masked = map_values(OmegaConf.to_container(cfg, resolve=True), mask_keys)
-    return OmegaConf.create(map_values(masked, mask_values))
+    return map_values(masked, mask_values)
 
 
 def _without_login(text: str) -> str:
@@ -62,12 +62,9 @@ def resolved_config(cfg: DictConfig, model: type[Keys]) -> DictConfig:
         return "${output_dir}" + value[len(output) :] if is_inside else value
 
     # Keys of the user's own are left out: the values that referred to them are resolved.
-    known = OmegaConf.to_container(
-        OmegaConf.masked_copy(redacted(cfg), [field.alias or name for name, field in model.model_fields.items()])
-    )
-    return OmegaConf.create(
-        {**map_values(known, relative), "output_dir": output, "resume_from_checkpoint": False, "overwrite": False}
-    )
+    names = {field.alias or name for name, field in model.model_fields.items()}
+    known = {name: map_values(value, relative, name) for name, value in redacted(cfg).items() if name in names}
+    return OmegaConf.create({**known, "output_dir": output, "resume_from_checkpoint": False, "overwrite": False})
 
 
 def map_values(node: Any, change: Callable[[Any, str], Any], key: str = "") -> Any:

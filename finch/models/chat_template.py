@@ -287,7 +287,7 @@ class AnswerSpans:
         self, turns: Sequence[Turn], marked: Collection[int], tools: Tools = None, *, generation: bool
     ) -> tuple[list[str], list[int]]:
         """The text around the contents of the ``marked`` turns, and the order of these."""
-        replaced = [{**turn, "content": _mark(n)} if n in marked else turn for n, turn in enumerate(turns)]
+        replaced = [{**turn, "content": f"\ue000{n}\ue001"} if n in marked else turn for n, turn in enumerate(turns)]
         parts = _MARK.split(self._template.render(replaced, tools, generation=generation))
         order = list(map(int, parts[1::2]))
         if sorted(order) != sorted(n for n in marked if n < len(turns)):
@@ -336,9 +336,4 @@ def common_prefix(one: str, other: str) -> str:
     return one[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))]
 
 
-_MARK = re.compile("\ue000(\\d+)\ue001")
-
-
-def _mark(number: int) -> str:
-    """Text in Unicode's private use area, which no conversation has."""
-    return f"\ue000{number}\ue001"
+_MARK = re.compile("\ue000(\\d+)\ue001")  # in Unicode's private use area, which no conversation has

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 from finch.base import files, run_files
 from finch.base.log import logger
@@ -76,7 +77,7 @@ class MetricsLog:
             self._file = self.path.open("ab", buffering=0)
             self._size = self._file.tell()
             if self._metric_logger is not None:
-                self._metric_logger.log_config(config)
+                self._metric_logger.log_config(OmegaConf.create(config))
         if self._progress is not None:
             self._progress.start(first_step)
 

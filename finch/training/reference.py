@@ -30,6 +30,7 @@ from finch.data.order import EMPTY
 from finch.data.training_data import TrainingData
 from finch.distributed import watchdog
 from finch.distributed.parallel import Parallel
+from finch.models.hf_config import read_config
 from finch.objectives import IGNORE_INDEX, Objective
 from finch.training.readouts import Outputs, Readout, top_tokens
 from finch.weights.files import open_safetensors, save_tensors
@@ -138,8 +139,11 @@ def _digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def model_settings(cfg: DictConfig) -> dict[str, Any]:
-    """What decides a model's outputs next to its weights."""
-    return {"model": OmegaConf.to_container(cfg.model, resolve=True), "dtype": cfg.dtype}
+    """What decides a model's outputs next to its weights; of a Hugging Face folder its config.json, wherever the folder is."""
+    model: Any = OmegaConf.to_container(cfg.model, resolve=True)
+    if "path" in model:
+        model["path"] = read_config(Path(model["path"]))
+    return {"model": model, "dtype": cfg.dtype}
 
 
 def fingerprint_of(weight_files: Iterable[Path], rows: int, settings: Mapping[str, Any]) -> str:

@@ -255,7 +255,7 @@ def test_a_run_keeps_the_rows_that_it_is_validated_on(tiny, tmp_path):
 
 
 def test_a_run_keeps_the_date_that_its_template_writes(tiny, tmp_path, monkeypatch):
-    """A run that is resumed on another day is the same run; so is what reads its rows later."""
+    """A run that is resumed on another day, with its model elsewhere, is the same run; so is what reads its rows later."""
     folder = tmp_path / "base"
     save("qwen3 tied", folder, vocab_size=320)
     write_qwen3_tokenizer(folder, WORDS, DATED)
@@ -271,6 +271,8 @@ def test_a_run_keeps_the_date_that_its_template_writes(tiny, tmp_path, monkeypat
     broken = broken_config(config, tmp_path / "broken", every_n_steps=3)
     run_broken(tmp_path / "b", broken, monkeypatch, 5)
     on("2026-02-01")
+    moved = shutil.move(folder, tmp_path / "elsewhere" / "base")
+    broken["model"]["path"] = broken["tokenizer"]["path"] = broken["checkpointer"]["checkpoint_dir"] = str(moved)
     assert_same_run(run_here(tmp_path / "b", broken), uninterrupted)
     saved = OmegaConf.load(tmp_path / "broken" / "config.yaml")
     assert saved.tokenizer.date == "2026-01-31"

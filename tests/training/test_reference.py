@@ -1,5 +1,6 @@
 """One pass with the pretrained model: each row's losses and most likely tokens, on any number of ranks, packed or not, kept in a file."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from finch.training.reference import (
     compute_reference_top_k,
     dataset_loss,
     fingerprint_of,
+    model_settings,
 )
 
 
@@ -277,6 +279,16 @@ def test_fingerprint_covers_weights_rows_and_settings(tmp_path):
     others = {fingerprint_of([tuned], 1, settings), fingerprint_of([file], 2, settings)}
     others |= {fingerprint_of([file], 1, {"dtype": "fp32"}), fingerprint_of([file, moved], 1, settings)}
     assert len({one, *others}) == 5
+
+
+def test_a_models_folder_counts_by_its_config(tmp_path):
+    found = []
+    for name, theta in (("here", 1e4), ("elsewhere", 1e4), ("other", 1e6)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "llama", "rope_theta": theta}))
+        model = {"_component_": "finch.models.auto", "path": str(tmp_path / name)}
+        found.append(model_settings(OmegaConf.create({"model": model, "dtype": "fp32"})))
+    assert found[0] == found[1] != found[2]
 
 
 def test_fingerprint_covers_each_tensor(tmp_path):
