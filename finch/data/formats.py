@@ -325,10 +325,12 @@ class RowToMessages(Transform):
         """``messages``, and ``tools`` where the row has some. Raises UserError if a field is missing or not text, a role is unknown, the order of
         turns is not a conversation's, or a field that changes what is learned is not understood."""
         # CSV has text; 0 may be a class.
-        if self._format == "prompt_completion" and str(sample.get("label")).lower() == "false":
-            raise UserError(
-                "its label is false: these are preferences, for KTO, which finch does not train; keep the rows whose label is true"
-            )
+        keys = ("label", "kto_tag") if self._format in ("prompt_completion", *TURN_KEYS) else ("kto_tag",)
+        for key in keys:
+            if str(sample.get(key)).lower() == "false":
+                raise UserError(
+                    f"its {key} is false: these are preferences, for KTO, which finch does not train; keep the rows whose {key} is true"
+                )
         pair = [sample.get(name) for name in ("chosen", "rejected") if name not in self._columns.values()]
         if self._format in TURN_KEYS and len(pair) == 2 and None not in pair:
             raise UserError("it has chosen and rejected answers, for DPO; finch learns one: give rows of the chosen")

@@ -14,7 +14,7 @@ from torchtune.data import Message
 from torchtune.datasets._sft import SFTTransform
 
 from finch.base.errors import UserError
-from finch.data.formats import RowFormat, RowToMessages, detect_columns
+from finch.data.formats import TURN_KEYS, RowFormat, RowToMessages, detect_columns
 from finch.data.row_files import local_files, utf8
 from finch.data.rows import files_and_source, load_table
 from finch.objectives import IGNORE_INDEX
@@ -64,7 +64,7 @@ def load_rows(
 
 
 def _lines(text: str) -> list[dict[str, Any]]:
-    return [{"prompt": line.strip()} for line in text.splitlines() if line.strip()]
+    return [{"prompt": line.strip()} for line in text.split("\n") if line.strip()]
 
 
 def tokenize_prompts(
@@ -164,7 +164,8 @@ def prompt_turns(
     named, has_turns = (column_map or {}).get("prompt"), {"messages", "conversations"} & present.keys()
     # Of a conversation the turns count, its system prompt included, and not a column that repeats the first one.
     for column in filter(None, (named, *(() if has_turns else PROMPT_COLUMNS))):
-        if isinstance(row.get(column), str) and not (column == "instruction" and row.get("input")):
+        has_input = column == "instruction" and (row.get("input") or row.get("context"))
+        if isinstance(row.get(column), str) and not has_input:
             # Rows of prompts have no answers; what else a row has is read as that of a row with one.
             row_format = RowFormat("question_answer", {"question": column, "answer": ""})
             present[""] = "."
@@ -177,8 +178,11 @@ def prompt_turns(
         )
     sample = RowToMessages(row_format, tokenizer=tokenizer)(present)
     messages = sample.pop("messages")
-    first = next(index for index, message in enumerate(messages) if message.role == "assistant")
-    turns = messages if messages[-1].role == "user" else messages[:first]
+    # Of a conversation the first answer is what the prompt asks for; a row that has one answer of its own asks for that one.
+    is_chat = row_format.format in TURN_KEYS
+    answers = [n for n, each in enumerate(messages) if each.role == "assistant" and (is_chat or not each.masked)]
+    own = -1 if not is_chat and present.get("history") else 0
+    turns = messages if messages[-1].role == "user" else messages[: answers[own]]
     for turn in turns:
         turn.masked = True
     return {"turns": turns, **sample}

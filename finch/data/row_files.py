@@ -55,7 +55,7 @@ def local_files(data_files: str | Iterable[str]) -> list[Path]:
         raise UserError("data_files names no file; give the path of the rows")
     for file in files:
         check_file(file, "data_files")
-    if twice := [file for file, number in Counter(files).items() if number > 1]:
+    if twice := [file for file, number in Counter(map(Path.resolve, files)).items() if number > 1]:
         raise UserError(f"data_files names {twice[0]} more than once, whose rows would count as often; name it once")
     return files
 

@@ -62,6 +62,12 @@ class Rows(Dataset[Any]):
         self.row_format = row_format
         self.tokenized: TokenizedRows | None = None
 
+    @property
+    def headers(self) -> set[tuple[int, ...]]:
+        """The tokenizer's, see :class:`finch.models.chat_tokenizer.ChatTokenizer`; none where more than answers is learned."""
+        learns_all = self.row_format.format == "text" or self._settings[0]
+        return set() if learns_all else getattr(self.tokenizer, "headers", set())
+
     def __len__(self) -> int:
         return len(self._data)
 

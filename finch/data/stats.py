@@ -60,6 +60,7 @@ class DatasetStats:
         without_targets: samples that have none.
         empty: rows with an empty text, of those in files of rows.
         doubled: samples that begin with BOS twice, or learn the end of a turn twice in a row: their texts have what is added to them.
+        unasked: conversations with an answer that is learned after other tokens than those that generation starts from.
         num_bad: rows that cannot be used; they count nowhere else.
         bad: them by reason, of which ten are told apart.
     """
@@ -73,6 +74,7 @@ class DatasetStats:
     without_targets: RowCount = field(default_factory=RowCount)
     empty: RowCount = field(default_factory=RowCount)
     doubled: RowCount = field(default_factory=RowCount)
+    unasked: RowCount = field(default_factory=RowCount)
     bad: dict[str, RowCount] = field(default_factory=dict)
 
     @property
@@ -97,6 +99,10 @@ class DatasetStats:
             ),
             "have an empty text": (self.empty, "the model learns to answer or to write it"),
             "have BOS or the end of a turn twice in a row": (self.doubled, "write texts without what is added to them"),
+            "learn an answer after other tokens than the model is asked with": (
+                self.unasked,
+                "set tokenizer.thinking=True where they think, end a row with each answer, begin no answer with white space",
+            ),
         }
         return [
             f"{rows.number:,} of {self.num_rows:,} rows {what} ({rows}); {remedy}"
@@ -137,6 +143,7 @@ class DatasetStats:
             without_targets=self.without_targets + other.without_targets,
             empty=self.empty + other.empty,
             doubled=self.doubled + other.doubled,
+            unasked=self.unasked + other.unasked,
         )
         for reason, rows in (*self.bad.items(), *other.bad.items()):
             total.add_bad(reason, rows)
@@ -230,11 +237,23 @@ def collect_stats(samples: Samples, rank: int, ranks: int, max_seq_len: int | No
         is_doubled = any(tokens[each] in ends and (is_target[each] or each == 0) for each in repeated)
         is_empty = isinstance(data, Rows) and data.is_empty(local_index)
         found = (stats.without_targets, targets == 0), (stats.empty, is_empty), (stats.doubled, is_doubled)
-        for rows, is_so in found:
+        for rows, is_so in (*found, (stats.unasked, _is_unasked(getattr(data, "ds", data), sample))):
             if is_so:
                 rows.add(samples.row(index))
     samples.lengths, samples.content = torch.from_numpy(sample_lengths), torch.from_numpy(content)
     return stats + DatasetStats()  # sorted, and digests modulo 2^64
+
+
+def _is_unasked(rows: Any, sample: Mapping[str, Any]) -> bool:
+    """Whether an answer is learned after other tokens than those that generation starts from: another header, or one that a token joins to the answer."""
+    headers = getattr(rows, "headers", None)
+    if not headers:
+        return False
+    tokens, is_target = sample["tokens"], sample["labels"] != IGNORE_INDEX
+    for start in (np.flatnonzero(is_target[1:] & ~is_target[:-1]) + 1).tolist():
+        if not any(tuple(tokens[max(start - len(each), 0) : start].tolist()) == each for each in headers):
+            return True
+    return False
 
 
 def _row_parts(samples: Samples) -> list[Rows]:

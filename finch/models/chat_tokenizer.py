@@ -28,7 +28,6 @@ from finch.models.chat_template import (
     Turn,
     common_prefix,
     read_chat_template,
-    tool_name,
     visible,
 )
 from finch.models.hf_config import CONFIG, check_folder, read_settings
@@ -174,9 +173,9 @@ class ChatTokenizer(ModelTokenizer, Transform):
 
     def _render(self, messages: Sequence[Message], tools: Tools, *, generation: bool = False) -> tuple[str, Spans]:
         """The text, and where in it targets are, in characters."""
-        turns = [turn_of(message, self._template.source) for message in messages]
+        turns = [turn_of(message, self._writes_text_arguments) for message in messages]
         text = self._template.render(turns, tools, generation=generation)
-        if missing := _left_out(text, turns, tools):
+        if missing := _left_out(text, turns) or self._tool_left_out(turns, tools):
             raise UserError(
                 f"tokenizer: its chat template leaves out {missing}; finch would train on a conversation without it: "
                 "give rows without it, or a template that writes it"
@@ -198,17 +197,57 @@ class ChatTokenizer(ModelTokenizer, Transform):
             self._check_thinking(turns[each], text[first:stop], is_last=each + 1 == len(turns))
         return text, [(start, len(text))] if is_whole else list(learned.values())
 
+    @functools.cached_property
+    def _writes_text_arguments(self) -> bool:
+        """Whether the template writes a call's arguments that are JSON text as they are, and not in quotation marks."""
+        call = {**_CALL, "function": {"name": "d", "arguments": '{"f": "g"}'}}
+        with contextlib.suppress(UserError):  # the template takes no calls, or no text there
+            return '{"f": "g"}' in self._template.render([_ASKED, {**_CALLED[0], "tool_calls": [call]}, *_CALLED[1:]])
+        return False
+
+    @functools.cached_property
+    def headers(self) -> set[tuple[int, ...]]:
+        """The last tokens before an answer where generation starts, from their last special one on: after a user's turn, and after a tool's. None
+        where the template has no generation prompt, or none with a special token."""
+        found = set()
+        for *before, last in ([_ASKED], [_ASKED, *_CALLED]):
+            turns = [*before, {**last, "content": "\ue000"}]
+            with contextlib.suppress(UserError):
+                prompt, bare = (self._template.render(turns, generation=each) for each in (True, False))
+                ids = self.encode(prompt.rpartition("\ue000")[2])
+                special = [index for index, each in enumerate(ids) if each in self._added_ids]
+                if prompt != bare and special:
+                    found.add(tuple(ids[special[-1] :]))
+        return found
+
+    def _tool_left_out(self, turns: Sequence[Turn], tools: Tools) -> str | None:
+        """Which of tools and calls the template leaves out: under names of their own, since another text may have theirs."""
+        calls = [call for turn in turns for call in turn.get("tool_calls", ())]
+        if not calls and not tools:
+            return None
+        names = [f"finch{number}x" for number in range(len(calls) + len(tools or ()))]
+        rest = iter(names)
+        marked = [
+            {**turn, "tool_calls": [_named(call, next(rest)) for call in turn["tool_calls"]]}
+            if "tool_calls" in turn
+            else turn
+            for turn in turns
+        ]
+        text = self._template.render(marked, tools and [_named(tool, next(rest)) for tool in tools])
+        missing = next((number for number, name in enumerate(names) if name not in text), len(names))
+        return None if missing == len(names) else "a tool call" if missing < len(calls) else "the tools"
+
     def _check_thinking(self, turn: Turn, answer: str, *, is_last: bool) -> None:
         """Raises UserError if a turn's thinking is not in the ``answer`` that is learned of it. A field that the template never reads is named as
         unused instead."""
         field = turn.get("reasoning_content", "") if self.reads("reasoning_content") else ""
         if not isinstance(field, str):
             raise UserError(f"the thinking of an answer is {type(field).__name__}, not text")
-        within = turn.get("content", "").rpartition(THINKING[1])[0].rpartition(THINKING[0])[2]
-        if field.strip() not in answer or within.strip() not in answer:
+        before, _, after = turn.get("content", "").rpartition(THINKING[1])[0].rpartition(THINKING[0])
+        if not all(text.strip() in answer for text in (field, before, after)):
             which = "the last answer" if is_last else "an answer before the last turn"
             raise UserError(
-                f"tokenizer: its chat template leaves out the thinking of {which}, which would be learned without it; "
+                f"tokenizer: its chat template leaves out the thinking of {which}, or a text before it, which would be learned without; "
                 f"end a row with each such answer, set its weight to 0, remove its thinking, or change {CHAT_TEMPLATE}"
             )
 
@@ -234,13 +273,19 @@ class ChatTokenizer(ModelTokenizer, Transform):
 
 
 _NO_TEXTS = ("tools", "tool_calls", "tool_call_id", "strftime_now")  # an id is no free text: templates look it up
+_ASKED: Turn
+_ANSWERED: Turn
 _ASKED, _ANSWERED = {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}
-_CALL = {"type": "function", "function": {"name": "d", "arguments": {}}}
-_CALLED = {**_ANSWERED, "tool_calls": [_CALL]}, {"role": "tool", "content": "e"}
+_CALL = {
+    "id": "callnumb1",
+    "type": "function",
+    "function": {"name": "d", "arguments": {}},
+}  # Mistral's ids have nine letters
+_CALLED = {**_ANSWERED, "tool_calls": [_CALL]}, {"role": "tool", "content": "e", "tool_call_id": "callnumb1"}
 _PROBES: tuple[list[Turn], ...] = [_ASKED, *_CALLED, _ANSWERED], [_ASKED, _ANSWERED]
 
 
-def turn_of(message: Message, template: str) -> Turn:
+def turn_of(message: Message, writes_text_arguments: bool) -> Turn:
     """A message as transformers gives it to a chat template: without null values, and thinking under the names that templates read."""
     # torchtune calls a tool's answer "ipython", chat templates "tool".
     role = "tool" if message.role == "ipython" else message.role
@@ -249,7 +294,7 @@ def turn_of(message: Message, template: str) -> Turn:
     thinking = next((turn[name] for name in THINKING_FIELDS if name in turn), None)
     if thinking is not None:
         turn = {"thinking": thinking, **turn, "reasoning_content": thinking}
-    if "tool_calls" in turn and "arguments is string" not in template:
+    if "tool_calls" in turn and not writes_text_arguments:
         # OpenAI's rows have JSON in a string there, which the template would write in quotation marks.
         turn["tool_calls"] = [_with_object(call) for call in turn["tool_calls"]]
     return turn
@@ -266,15 +311,19 @@ def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**call, "function": function} if "function" in call else function
 
 
-def _left_out(text: str, turns: Sequence[Turn], tools: Tools) -> str | None:
-    """The first part of a conversation that is not in its ``text``, thinking left aside."""
+def _named(tool: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A tool or a call under another name."""
+    function = {**tool.get("function", tool), "name": name}
+    return {**tool, "function": function} if "function" in tool else function
+
+
+def _left_out(text: str, turns: Sequence[Turn]) -> str | None:
+    """The first turn whose content is not in the conversation's ``text``, thinking left aside."""
     for turn in turns:
         content, is_answer = turn.get("content", ""), turn["role"] == "assistant"
         if (visible(content) if is_answer else content.strip()) not in text:
             return f"the text of {'an' if is_answer else 'a'} {turn['role']} turn"
-        if any(tool_name(call) not in text for call in turn.get("tool_calls", ())):
-            return "a tool call"
-    return "the tools" if any(tool_name(tool) not in text for tool in tools or ()) else None
+    return None
 
 
 def _start_and_end(encoding: Encoding, token: int) -> tuple[int, int]:

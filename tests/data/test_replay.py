@@ -88,6 +88,26 @@ def test_a_conversation_is_its_turns_whatever_repeats_the_first(folder):
     assert "system\nbread" in tokenizer.decode(rendered, skip_special_tokens=False)
 
 
+def test_a_prompt_is_all_that_comes_before_the_rows_own_answer(folder):
+    tokenizer = auto_tokenizer(str(folder / "qwen"))
+    said = [
+        {"role": role, "content": text} for role, text in (("user", "why"), ("assistant", "does"), ("user", "rise"))
+    ]
+    rows = [
+        {"instruction": "why", "context": "bread", "response": "does"},
+        {"prompt": "rise", "history": [["why", "does"]]},
+        {"prompt": said, "completion": [{"role": "assistant", "content": "bread"}]},
+        {"messages": [*said, {"role": "assistant", "content": "bread"}]},  # of a conversation the first turn
+    ]
+    rendered = prompts.tokenize_prompts("key", "file", rows, tokenizer, limit=None, max_new_tokens=5)
+    texts = [tokenizer.decode(tokens).replace("\n", " ").split() for tokens in rendered]
+    assert texts == [
+        ["user", "why", "bread", "assistant"],
+        *[["user", "why", "assistant", "does", "user", "rise", "assistant"]] * 2,
+        ["user", "why", "assistant"],
+    ]
+
+
 def test_without_a_template_a_text_begins_with_bos(folder):
     tokenizer = auto_tokenizer(str(folder / "plain"))
     assert tokenizer.bos_id is None

@@ -83,6 +83,8 @@ def test_calls_and_tools_reach_the_template_as_they_are():
             ({"prompt": "a", "completion": "b", "label": label}, "its label is false: these are preferences, for KTO")
             for label in (False, "False", "false")
         ),
+        ({**MESSAGES, "label": False}, "its label is false: these are preferences, for KTO"),
+        ({"question": "a", "answer": "b", "kto_tag": False}, "its kto_tag is false: these are preferences, for KTO"),
         (
             {
                 "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],

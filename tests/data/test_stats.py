@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import rows as rows_helper
 from helpers.rows import openai, sharegpt
-from helpers.tokenizers import write_qwen3_tokenizer
+from helpers.tokenizers import HYBRID_TEMPLATE, write_qwen3_tokenizer
 
 from finch.base.errors import UserError
 from finch.data.dataset import Samples
@@ -50,6 +50,25 @@ def test_ends_that_texts_have_already_are_said_at_a_runs_start(write, tmp_path, 
     assert "dataset: 1 of 4 rows have BOS or the end of a turn twice in a row (row " in caplog.text
     empty = "dataset: 1 of 4 rows have an empty text (row 3); the model learns to answer or to write it"
     assert (empty in caplog.text) != packed
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("words", "thinking", "unasked"), [([LONG], False, [2, 3]), ([LONG], True, []), ([LONG, "\n\n"], False, [1, 2, 3])]
+)
+def test_answers_that_are_learned_after_another_prompt_are_named(write, tmp_path, words, thinking, unasked, packed):
+    """Of a hybrid template an earlier answer has no thinking block. Generation starts after one token for two line breaks, where there is one."""
+    template = HYBRID_TEMPLATE.replace("loop.last", "loop.last and not m.thinking")
+    write_qwen3_tokenizer(tmp_path, words, template)
+    tokenizer = auto_tokenizer(str(tmp_path), max_seq_len=64, thinking=thinking)
+    asked, answer = ({"role": role, "content": SHORT} for role in ("user", "assistant"))
+    thought = {**answer, "content": f"<think>\n{SHORT}\n</think>\n\n{SHORT}", "reasoning_content": SHORT}
+    conversations = [asked, answer], [asked, answer, asked, answer], [asked, thought]
+    samples = rows_helper.load(tokenizer, write(*({"messages": turns} for turns in conversations)), packed=packed)
+    stats = collect_stats(samples, 0, 1)
+    assert [row.number for row in stats.unasked.first] == unasked
+    said = "rows learn an answer after other tokens than the model is asked with"
+    assert any(said in note for note in stats.notes(64)) == bool(unasked)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -409,6 +409,44 @@ def test_arguments_in_a_string_are_written_as_the_object_that_they_hold(tmp_path
         tokenizer.tokenize_messages([Message(role="user", content="a", masked=True), answer])
 
 
+def test_arguments_in_a_string_stay_one_where_the_template_writes_it_as_it_is(tmp_path):
+    """As in transformers; an object would be written in Python's form."""
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }} {{ c.function.arguments }}{% endfor %}<|im_end|>{% endfor %}"
+    write(tmp_path, "qwen3", template=template)
+    call = {"function": {"name": "add", "arguments": '{"a": true}'}}
+    messages = [turns("a")[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    answer = ChatMessage(role="assistant", content="", fields={"tool_calls": [call]})
+    tokens, _ = finch.models.auto_tokenizer(str(tmp_path)).tokenize_messages(
+        [Message(role="user", content="a", masked=True), answer]
+    )
+    assert tokens == transformers_ids(tmp_path, messages)
+
+
+CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("calls", "tools", "missing"),
+    [
+        (CALLS, "{{ tools }}", None),
+        (CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"), "{{ tools }}", "a tool call"),
+        (CALLS, "{{ tools if messages[0].role == 'system' }}", "the tools"),
+    ],
+)
+def test_a_call_or_a_tool_that_is_left_out_is_noticed_where_another_has_its_name(tmp_path, calls, tools, missing):
+    template = f"{tools}{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{{{{ m.content }}}}{calls}<|im_end|>{{% endfor %}}"
+    write(tmp_path, "qwen3", template=template)
+    tokenizer = finch.models.auto_tokenizer(str(tmp_path))
+    made = [{"function": {"name": "add", "arguments": f"{{{number}}}"}} for number in range(2)]
+    answer = ChatMessage(role="assistant", content="", fields={"tool_calls": made})
+    messages, given = [Message(role="user", content="add", masked=True), answer], [{"function": {"name": "add"}}]
+    if missing is None:
+        assert tokenizer.tokenize_messages(messages, tools=given)
+        return
+    with pytest.raises(UserError, match=f"its chat template leaves out {missing}"):
+        tokenizer.tokenize_messages(messages, tools=given)
+
+
 THOUGHT, FIELD = (
     {"content": "<think>\n two and two\n</think>4"},
     {"content": "4", "reasoning_content": " two and two\n"},
@@ -428,6 +466,7 @@ PLAIN = {"content": "two and two"}  # which is what the others' thinking is
         ([THOUGHT, None], "an answer before the last turn"),
         ([{"content": "", **THOUGHT, "reasoning_content": "other"}], None),
         ([{"content": "4", "reasoning": {"effort": "high"}}], "dict, not text"),
+        ([THOUGHT, {"content": "So <think>two and two</think>4"}, PLAIN], "a text before it"),
     ],
 )
 def test_thinking_that_the_template_leaves_out_is_refused_where_the_answer_is_learned(
