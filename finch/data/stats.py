@@ -246,14 +246,9 @@ def collect_stats(samples: Samples, rank: int, ranks: int, max_seq_len: int | No
 
 def _is_unasked(rows: Any, sample: Mapping[str, Any]) -> bool:
     """Whether an answer is learned after other tokens than those that generation starts from: another header, or one that a token joins to the answer."""
-    headers = getattr(rows, "headers", None)
-    if not headers:
-        return False
-    tokens, is_target = sample["tokens"], sample["labels"] != IGNORE_INDEX
-    for start in (np.flatnonzero(is_target[1:] & ~is_target[:-1]) + 1).tolist():
-        if not any(tuple(tokens[max(start - len(each), 0) : start].tolist()) == each for each in headers):
-            return True
-    return False
+    tokens, is_target, headers = sample["tokens"], sample["labels"] != IGNORE_INDEX, getattr(rows, "headers", ())
+    starts = (np.flatnonzero(is_target[1:] & ~is_target[:-1]) + 1).tolist() if headers else []
+    return any(all(tuple(tokens[:start][-len(each) :]) != each for each in headers) for start in starts)
 
 
 def _row_parts(samples: Samples) -> list[Rows]:

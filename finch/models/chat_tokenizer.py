@@ -222,20 +222,21 @@ class ChatTokenizer(ModelTokenizer, Transform):
 
     def _tool_left_out(self, turns: Sequence[Turn], tools: Tools) -> str | None:
         """Which of tools and calls the template leaves out: under names of their own, since another text may have theirs."""
-        calls = [call for turn in turns for call in turn.get("tool_calls", ())]
-        if not calls and not tools:
-            return None
-        names = [f"finch{number}x" for number in range(len(calls) + len(tools or ()))]
-        rest = iter(names)
-        marked = [
-            {**turn, "tool_calls": [_named(call, next(rest)) for call in turn["tool_calls"]]}
-            if "tool_calls" in turn
-            else turn
+        names: list[str] = []
+
+        def renamed(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+            names.append(f"finch{len(names)}x")
+            function = {**entry.get("function", entry), "name": names[-1]}
+            return {**entry, "function": function} if "function" in entry else function
+
+        called = [
+            {**turn, "tool_calls": list(map(renamed, turn["tool_calls"]))} if "tool_calls" in turn else turn
             for turn in turns
         ]
-        text = self._template.render(marked, tools and [_named(tool, next(rest)) for tool in tools])
-        missing = next((number for number, name in enumerate(names) if name not in text), len(names))
-        return None if missing == len(names) else "a tool call" if missing < len(calls) else "the tools"
+        num_calls, others = len(names), list(map(renamed, tools or ()))
+        text = self._template.render(called, others or None) if names else ""
+        missing = [number for number, name in enumerate(names) if name not in text]
+        return None if not missing else "a tool call" if missing[0] < num_calls else "the tools"
 
     def _check_thinking(self, turn: Turn, answer: str, *, is_last: bool) -> None:
         """Raises UserError if a turn's thinking is not in the ``answer`` that is learned of it. A field that the template never reads is named as
@@ -273,14 +274,10 @@ class ChatTokenizer(ModelTokenizer, Transform):
 
 
 _NO_TEXTS = ("tools", "tool_calls", "tool_call_id", "strftime_now")  # an id is no free text: templates look it up
-_ASKED: Turn
-_ANSWERED: Turn
-_ASKED, _ANSWERED = {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}
-_CALL = {
-    "id": "callnumb1",
-    "type": "function",
-    "function": {"name": "d", "arguments": {}},
-}  # Mistral's ids have nine letters
+_ASKED: Turn = {"role": "user", "content": "b"}
+_ANSWERED: Turn = {"role": "assistant", "content": "c"}
+# Mistral's ids have nine letters.
+_CALL = {"id": "callnumb1", "type": "function", "function": {"name": "d", "arguments": {}}}
 _CALLED = {**_ANSWERED, "tool_calls": [_CALL]}, {"role": "tool", "content": "e", "tool_call_id": "callnumb1"}
 _PROBES: tuple[list[Turn], ...] = [_ASKED, *_CALLED, _ANSWERED], [_ASKED, _ANSWERED]
 
@@ -309,12 +306,6 @@ def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
     except ValueError as error:
         raise UserError(f"the arguments of its call of {function.get('name')} are not JSON ({error})") from error
     return {**call, "function": function} if "function" in call else function
-
-
-def _named(tool: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A tool or a call under another name."""
-    function = {**tool.get("function", tool), "name": name}
-    return {**tool, "function": function} if "function" in tool else function
 
 
 def _left_out(text: str, turns: Sequence[Turn]) -> str | None:
