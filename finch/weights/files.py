@@ -170,8 +170,7 @@ class StoredTensor:
 
     def read(self, block: tuple[slice, ...]) -> torch.Tensor:
         """A part of the tensor, a slice for each dimension, on the CPU; only its part of the file is read."""
-        part: torch.Tensor = self._content[block]
-        return part
+        return self._content[block]
 
     def read_rows(self, rows: torch.Tensor, columns: tuple[slice, ...]) -> torch.Tensor:
         """Rows [n] in any order; only the range that they lie in is read. ``columns``: a slice for each further dimension."""
