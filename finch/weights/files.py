@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -249,9 +248,7 @@ class SafetensorsWriter:
         self._write(memoryview(self._header), 0)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
 
     def write_rows(self, name: str, rows: torch.Tensor, columns: tuple[slice, ...], values: torch.Tensor) -> None:
