@@ -182,8 +182,8 @@ class StoredTensor:
 
 
 def stored_tensors(file: Path) -> Iterator[StoredTensor]:
-    """A weight file's tensors; they can be read until the next one is taken. Raises UserError if the file is broken, or holds more than
-    weights."""
+    """A weight file's tensors; they can be read until the next one is taken, before which of a safetensors file only the header is read. Raises
+    UserError if the file is broken, or holds more than weights."""
     if file.suffix == ".safetensors":
         with open_safetensors(file) as content:
             for name in content.keys():  # noqa: SIM118 (not a dict)
@@ -209,11 +209,6 @@ def read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """The complete tensors of :func:`stored_tensors`, one at a time, on the CPU."""
     for stored in stored_tensors(file):
         yield stored.name, stored.read(tuple(slice(0, size) for size in stored.shape))
-
-
-def read_shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The names and shapes of :func:`stored_tensors`; of a safetensors file only the header is read."""
-    return ((stored.name, stored.shape) for stored in stored_tensors(file))
 
 
 class SafetensorsWriter:
