@@ -274,11 +274,9 @@ class HuggingFaceFolder(PretrainedFolder):
         else:
             names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
             weight_map = {weight.name: name for name, shard in zip(names, shards, strict=True) for weight in shard}
-            total_bytes = sum(weight.tensor.nbytes for weight in stored_weights)
-            metadata = {"total_size": total_bytes}
-            write_json(
-                target / SAFETENSORS_INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-            )
+            metadata = {"total_size": sum(weight.tensor.nbytes for weight in stored_weights)}
+            index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+            write_json(target / SAFETENSORS_INDEX, index)
         with contextlib.ExitStack() as stack:
             file_of = {}
             for name, shard in zip(names, shards, strict=True):
