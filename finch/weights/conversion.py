@@ -75,9 +75,8 @@ class Conversion:
                 # The conversion of row numbers shows where each row goes, whatever the family's layout is.
                 numbers = dict(zip(group, torch.arange(sum(sizes)).unsqueeze(1).split(sizes), strict=True))
                 [permuted] = self.to_hugging_face(numbers, with_columns(config, 1)).values()
-                rows = (
-                    permuted.squeeze(1).argsort().split(sizes)
-                )  # the inverse: where each of torchtune's rows is stored
+                # The inverse: where each of torchtune's rows is stored.
+                rows = permuted.squeeze(1).argsort().split(sizes)
                 yield StoredWeight(stored, converted, dict(zip(group, rows, strict=True)))
         if pending:
             raise ValueError(f"{', '.join(pending)}: stored together with weights that are missing")
