@@ -7,8 +7,8 @@ from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 
-from finch.study.report.style import PRETRAINED, method_styles, name_places
-from finch.training.style import COLOURS, LESS_FORGOTTEN, MORE_LEARNED, Name, new_panels
+from finch.study.report.style import PRETRAINED, Name, method_styles, name_places
+from finch.training.style import COLOURS, LESS_FORGOTTEN, MORE_LEARNED, new_panels
 
 ROOT = Path(__file__).parents[2]
 CHANCE = 100 / 6

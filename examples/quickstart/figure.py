@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from scipy.stats import binomtest
 
 from examples.quickstart.evaluate import Scores
-from finch.study.report.style import PRETRAINED, method_styles, name_places, new_figure
-from finch.training.style import LESS_FORGOTTEN, MORE_LEARNED, Name
+from finch.study.report.style import PRETRAINED, Name, method_styles, name_places, new_figure
+from finch.training.style import LESS_FORGOTTEN, MORE_LEARNED
 
 
 def draw(

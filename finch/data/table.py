@@ -54,8 +54,7 @@ class FileRows:
             return list(self._table.column_names)
         # Rows of JSON need not have the same fields, and to read all of them for their names takes long.
         names = (name for row in self for name in row)
-        found: list[str] = remembered(["columns", *self.key], lambda: list(dict.fromkeys(names)), str(self.file))
-        return found
+        return remembered(["columns", *self.key], lambda: list(dict.fromkeys(names)), str(self.file))
 
 
 class Table:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
-import re
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 
 _PR_SET_PDEATHSIG = 1
 _SPIN_COUNT = "1000"
-_OF_LAUNCHERS = re.compile(r"RANK|WORLD_SIZE|LOCAL_\w+|GROUP_\w+|ROLE_\w+|MASTER_\w+|TORCHELASTIC_\w+")
 
 
 def is_launched() -> bool:
@@ -38,11 +36,6 @@ def share_cores(environment: MutableMapping[str, str], processes: int) -> None:
     """Gives each of several processes on this machine its share of the cores as OpenMP's threads. What the user has set stays."""
     limit_spinning(environment)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // processes)))
-
-
-def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that does not join the ranks that this one belongs to."""
-    return {key: value for key, value in environment.items() if not _OF_LAUNCHERS.fullmatch(key)}
 
 
 def num_cores() -> int:

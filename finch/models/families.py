@@ -28,6 +28,11 @@ _HEAD_DIM = {"gemma": 256, "gemma2": 256, "qwen3": 128}
 _TIED = {"gemma": True, "gemma2": True, "mistral": False, "phi3": False}
 # transformers reads "gelu" in Gemma's first files as its tanh approximation.
 _ACTIVATION = {"gemma": ("hidden_act", ("gelu", "gelu_pytorch_tanh")), "gemma2": ("hidden_activation", ("gelu_pytorch_tanh",))}  # fmt: skip
+# Switches that no builder has, and what the builders are like.
+_SWITCHED_OFF = {
+    **dict.fromkeys(("attention_bias", "mlp_bias"), "has no such bias"),
+    "use_bidirectional_attention": "attends only to earlier tokens",
+}
 # The one variant of Llama 3.1's rope scaling that torchtune's builders have; they take its factor.
 _ROPE_SCALING = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
@@ -80,15 +85,9 @@ def _unsupported(config: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
     key, activations = _ACTIVATION.get(model_type, ("hidden_act", ("silu",)))
     if (config.get(key) or activations[-1]) not in activations:
         yield key, config[key], f"{name} has {activations[-1]}"
-    for key in ("attention_bias", "mlp_bias"):
+    for key, difference in _SWITCHED_OFF.items():
         if config.get(key):
-            yield key, config[key], f"{name} has no such bias"
-    if config.get("use_bidirectional_attention"):
-        yield (
-            "use_bidirectional_attention",
-            config["use_bidirectional_attention"],
-            f"{name} attends only to earlier tokens",
-        )
+            yield key, config[key], f"{name} {difference}"
     if config.get("quantization_config"):
         yield "quantization_config", "...", "finch trains weights that are not quantized"
     head_dim = config["hidden_size"] / config["num_attention_heads"]
@@ -128,10 +127,8 @@ def _family_arguments(config: dict[str, Any]) -> dict[str, Any]:
         rope = rope_settings(config)
         factor = rope["factor"] if rope["rope_type"] == "llama3" else 1
         # Scaled by 1 is not scaled; torchtune has no other builder with tied embeddings.
-        if is_tied(config):
-            arguments |= {"_component_": tied, "scale_factor": _plain(factor)}
-        elif factor != 1:
-            arguments |= {"_component_": scaled, "scale_factor": _plain(factor)}
+        if is_tied(config) or factor != 1:
+            arguments |= {"_component_": tied if is_tied(config) else scaled, "scale_factor": _plain(factor)}
         else:
             arguments["_component_"] = plain
     if model_type == "gemma2":  # as transformers, where a key is missing

@@ -17,12 +17,8 @@ from finch.base.files import read_bytes
 
 CONFIG = "config.json"
 _TIED_BY_DEFAULT = ("gemma", "gemma2")
-_DEFAULT_WINDOW = {
-    "mistral": 4096,
-    "phi3": None,
-    "qwen2": 4096,
-    "qwen3": 4096,
-}  # transformers', of models with one here and not in finch
+# transformers', of models with one here and not in finch
+_DEFAULT_WINDOW = {"mistral": 4096, "phi3": None, "qwen2": 4096, "qwen3": 4096}
 # Old files of these families lack the base of the rotary embedding where it is transformers' default; Qwen's have it.
 _HAS_DEFAULT_ROPE_BASE = ("llama", "mistral", "gemma", "gemma2", "phi3")
 

@@ -197,7 +197,7 @@ def token_kl(logits: torch.Tensor, reference_logits: torch.Tensor) -> torch.Tens
         # In place here and below, since each tensor of [tokens, vocab] takes the memory of the logits once more.
         value = log_p0.sub_(log_p).mul_(p0).sum(-1)
         gradient = log_p.exp_().sub_(p0)
-    return _with_gradient(logits, value, gradient)
+    return _WithGradient.apply(logits, value, gradient)
 
 
 def top_log_probs(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -227,7 +227,7 @@ def coarse_token_kl(logits: torch.Tensor, log_probs: torch.Tensor, tokens: torch
         # p - p0 at the top tokens. Elsewhere the rest's mass is shared as the trained model shares it: p - q0_rest * p / q_rest.
         gradient = log_p.exp() - q0[:, -1:] * rest
         gradient.scatter_add_(-1, top, -q0[:, :-1])
-    return _with_gradient(logits, value, gradient)
+    return _WithGradient.apply(logits, value, gradient)
 
 
 def _coarsen(logits: torch.Tensor, top: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -252,11 +252,6 @@ class _WithGradient(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
         return grad_output.unsqueeze(-1) * gradient, None, None
-
-
-def _with_gradient(logits: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = _WithGradient.apply(logits, value, gradient)
-    return result
 
 
 def _upcast(logits: torch.Tensor) -> torch.Tensor:

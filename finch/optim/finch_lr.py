@@ -290,9 +290,7 @@ class FinchLR:
         return new
 
     def _stays_on_device(self) -> bool:
-        # The attribute that torch.amp.GradScaler itself asks for.
-        honours_found_inf = all(getattr(each, "_step_supports_amp_scaling", False) for each in self.optimizers)
-        return honours_found_inf and all(isinstance(group["lr"], torch.Tensor) for group in self._groups)
+        return are_fused(self.optimizers) and all(isinstance(group["lr"], torch.Tensor) for group in self._groups)
 
     def _eta_of(self, ema_loss: Scalar) -> Scalar:
         """eta_i = min(eta_base / sqrt(Lbar_i + eps), eta_max), Section 3.3; of the first ``warmup_steps`` a share, and the decay's."""
@@ -563,6 +561,12 @@ def set_group_lr(group: dict[str, Any], lr: Scalar) -> None:
         group["lr"].copy_(lr)
     else:
         group["lr"].fill_(lr)
+
+
+def are_fused(optimizers: Iterable[Optimizer]) -> bool:
+    """Whether their kernels take a divisor of the gradients, and whether to skip."""
+    # The attribute that torch.amp.GradScaler itself asks for.
+    return all(getattr(each, "_step_supports_amp_scaling", False) for each in optimizers)
 
 
 def check_nonfinite_options(on_nonfinite: str, max_nonfinite: int) -> None:

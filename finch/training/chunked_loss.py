@@ -170,8 +170,7 @@ class TokenLoss(nn.Module):
         with disable_adapter(reference):
             hidden = self._hidden(reference, batch, batch.get("targets"))
         reference.train(was_training)
-        normed: torch.Tensor = reference.norm(hidden)
-        return normed
+        return reference.norm(hidden)
 
     @torch.no_grad()
     def reference_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -179,8 +178,7 @@ class TokenLoss(nn.Module):
         output = (self.decoder if self.reference is None else self.reference).output
         is_module = isinstance(output, nn.Module)  # a tied output layer is none, and has no adapter
         with disable_adapter(output) if is_module else nullcontext():
-            logits: torch.Tensor = output(hidden)
-        return logits
+            return output(hidden)
 
 
 def _keeps_logits(num_chunks: int) -> bool:

@@ -148,5 +148,4 @@ def _looked_up(
     kept = vars(positions).setdefault("rotations", {})
     if (rotary, dtype) not in kept:
         kept[rotary, dtype] = convert(table[positions])
-    found: T = kept[rotary, dtype]
-    return found
+    return kept[rotary, dtype]

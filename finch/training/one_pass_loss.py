@@ -58,8 +58,7 @@ class _LinearHead:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[tokens, vocab] from [tokens, embed], detached."""
         self._hidden = hidden
-        logits: torch.Tensor = self._output(hidden)
-        return logits
+        return self._output(hidden)
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor:
         """The hidden states' gradient [tokens, embed] from that of the last logits; adds to ``gradients``."""
@@ -83,8 +82,7 @@ class _AnyHead:
         self._hidden = hidden.detach().requires_grad_()
         with torch.enable_grad():
             self._logits = self._output(self._hidden)
-        detached: torch.Tensor = self._logits.detach()
-        return detached
+        return self._logits.detach()
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor:
         # Zeros for trained parameters that the head's forward does not use.

@@ -19,7 +19,7 @@ from finch.config.instantiate import build, component_of, locate
 from finch.distributed import fsdp
 from finch.distributed.parallel import Parallel
 from finch.distributed.precision import Precision
-from finch.optim.finch_lr import AUTO_ETA_MAX
+from finch.optim.finch_lr import AUTO_ETA_MAX, are_fused
 from finch.optim.optimizer_variants import adapt, on_local_shards, optimizers_in_backward, stochastic_optimizer
 from finch.optim.torch_lr import TorchLR
 from finch.training.chunked_loss import TokenLoss
@@ -97,11 +97,6 @@ class Update:
             self.optimizers[0].step()
 
 
-def are_fused(optimizers: Sequence[Optimizer]) -> bool:
-    """Whether their kernels take a divisor of the gradients, and whether to skip."""
-    return all(getattr(each, "_step_supports_amp_scaling", False) for each in optimizers)
-
-
 class UpdateInBackward(Update):
     """``optimizer_in_bwd``: the backward of the only micro-batch updates the weights, so that the learning rate comes before it."""
 
@@ -147,9 +142,8 @@ def build_update(
         init = "first_batch"
     elif uses_dataset_init(cfg) and reference is not None:
         init = reference.mean
-    return make_update(
-        cfg, model, optimizers, build_schedule(cfg, optimizers, init=init, num_steps=num_steps), parallel
-    )
+    schedule = build_schedule(cfg, optimizers, init=init, num_steps=num_steps)
+    return make_update(cfg, model, optimizers, schedule, parallel)
 
 
 def make_update(

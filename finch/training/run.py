@@ -144,8 +144,7 @@ class Run:
     @property
     def seed(self) -> int | None:
         """The config's seed, or where it has none that of the run that is resumed."""
-        seed: int | None = self._cfg.seed if self._cfg.seed is not None else self.scalars.get("seed")
-        return seed
+        return self._cfg.seed if self._cfg.seed is not None else self.scalars.get("seed")
 
     def build_tokenizer(self, parallel: Parallel) -> Any:
         """The config's tokenizer. One whose chat template writes today's date keeps that of the run's first start: a resumed run has the same

@@ -56,7 +56,6 @@ class TrainStep:
         norms = {"grad_norm": self.update.clip(), **regularizer}
         self.update.step(loss, norms["grad_norm"], denominator)
         self.loss.finish()
-        rate = self.update.schedule.metrics()
-        metrics = {"loss": loss, **rate, **norms, **self.loss.metrics()}
+        metrics = {"loss": loss, **self.update.schedule.metrics(), **norms, **self.loss.metrics()}
         self.update.zero_grad()
         return {**metrics, "num_target_tokens": targets, "update_weight": denominator}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
@@ -81,15 +79,6 @@ def no_math(text: str) -> str:
     return printable(text).replace("$", r"\$")
 
 
-@dataclass(frozen=True)
-class Name:
-    """The name of something drawn: a text in its colour, and the places that it may stand next to, in the axes' units."""
-
-    text: str
-    hex: str
-    places: Sequence[tuple[float, float]]
-
-
 def name_ends(*panels: Axes) -> None:
     """Names the lines that have labels where they end, in the margin at the right; lines of one label have one name, and names that would overlap
     are moved apart. The panels are one figure's; the limits of their axes have to be final.
@@ -121,21 +110,23 @@ def _named(axes: Axes) -> list[tuple[float, Annotation]]:
     for label, those in ends.items():
         place = (last := max(x for x, _, _ in those)), fmean(y for x, y, _ in those if x == last)
         height = float(to_shares.transform(place)[1])
-        found.append((height, annotate(axes, Name(label, those[0][2], [place]), (1.03, height), place)))
+        found.append((height, annotate(axes, label, those[0][2], (1.03, height), place)))
     return sorted(found, key=lambda one: one[0])
 
 
-def annotate(axes: Axes, name: Name, at: tuple[float, float], place: tuple[float, float] | None = None) -> Annotation:
+def annotate(
+    axes: Axes, text: str, colour: str, at: tuple[float, float], place: tuple[float, float] | None = None
+) -> Annotation:
     """A text whose left end is ``at``, in shares of the axes, in the middle of its height, with a line from it to ``place``."""
-    line = {"arrowstyle": "-", "color": name.hex, "linewidth": 0.6, "alpha": 0.6, "shrinkA": 1, "shrinkB": 3}
+    line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.6, "shrinkA": 1, "shrinkB": 3}
     return axes.annotate(
-        no_math(name.text),
+        no_math(text),
         place or at,
         at,
         xycoords="data" if place else "axes fraction",
         textcoords="axes fraction",
         arrowprops={**line, "relpos": (0, 0.5)} if place else None,
-        color=name.hex,
+        color=colour,
         fontsize=TEXT_SIZE,
         va="center",
         annotation_clip=False,

@@ -38,10 +38,8 @@ def is_supported(device: torch.device, dtype: torch.dtype, head_dim: int) -> boo
 def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Varlen) -> torch.Tensor:
     """[T, heads, head_dim] from ``q`` of that shape and ``k``, ``v`` [T, kv_heads, head_dim], which are not repeated per query head."""
     if torch.compiler.is_compiling() or isinstance(q, FakeTensor):
-        output: torch.Tensor = _attention_operator(q, k, v, *rows)[0]
-    else:
-        output = _Attention.apply(q, k, v, *rows)
-    return output
+        return _attention_operator(q, k, v, *rows)[0]
+    return _Attention.apply(q, k, v, *rows)
 
 
 _Lengths = tuple[torch.Tensor, torch.Tensor, int, int]

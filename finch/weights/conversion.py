@@ -75,9 +75,8 @@ class Conversion:
                 # The conversion of row numbers shows where each row goes, whatever the family's layout is.
                 numbers = dict(zip(group, torch.arange(sum(sizes)).unsqueeze(1).split(sizes), strict=True))
                 [permuted] = self.to_hugging_face(numbers, with_columns(config, 1)).values()
-                rows = (
-                    permuted.squeeze(1).argsort().split(sizes)
-                )  # the inverse: where each of torchtune's rows is stored
+                # The inverse: where each of torchtune's rows is stored.
+                rows = permuted.squeeze(1).argsort().split(sizes)
                 yield StoredWeight(stored, converted, dict(zip(group, rows, strict=True)))
         if pending:
             raise ValueError(f"{', '.join(pending)}: stored together with weights that are missing")
@@ -111,19 +110,16 @@ def _sizes(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sizes_with_head(config: dict[str, Any]) -> dict[str, Any]:
-    return {**_sizes(config), "head_dim": config.get("head_dim")}
+def _by_heads(to_torchtune: Callable[..., StateDict], to_hugging_face: Callable[..., StateDict]) -> Conversion:
+    """That of a family whose rows are permuted within heads of any width, by functions that take the sizes of torchtune's."""
+    return Conversion(
+        lambda weights, config: to_torchtune(weights, **_sizes(config), head_dim=config.get("head_dim")),
+        lambda weights, config: to_hugging_face(weights, **_sizes(config), head_dim=config.get("head_dim")),
+    )
 
 
-_LLAMA = Conversion(
-    to_torchtune=lambda weights, config: hf_to_tune(weights, **_sizes_with_head(config)),
-    to_hugging_face=lambda weights, config: tune_to_hf(weights, **_sizes_with_head(config)),
-)
-
-_GEMMA2 = Conversion(
-    to_torchtune=lambda weights, config: gemma2_hf_to_tune(weights, **_sizes_with_head(config)),
-    to_hugging_face=lambda weights, config: gemma2_tune_to_hf(weights, **_sizes_with_head(config)),
-)
+_LLAMA = _by_heads(hf_to_tune, tune_to_hf)
+_GEMMA2 = _by_heads(gemma2_hf_to_tune, gemma2_tune_to_hf)
 
 # Rows are split and joined, not permuted: torchtune's Phi-3 rotates halves of a head, as Hugging Face's does.
 _PHI3 = Conversion(

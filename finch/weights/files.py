@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -170,8 +169,7 @@ class StoredTensor:
 
     def read(self, block: tuple[slice, ...]) -> torch.Tensor:
         """A part of the tensor, a slice for each dimension, on the CPU; only its part of the file is read."""
-        part: torch.Tensor = self._content[block]
-        return part
+        return self._content[block]
 
     def read_rows(self, rows: torch.Tensor, columns: tuple[slice, ...]) -> torch.Tensor:
         """Rows [n] in any order; only the range that they lie in is read. ``columns``: a slice for each further dimension."""
@@ -184,8 +182,8 @@ class StoredTensor:
 
 
 def stored_tensors(file: Path) -> Iterator[StoredTensor]:
-    """A weight file's tensors; they can be read until the next one is taken. Raises UserError if the file is broken, or holds more than
-    weights."""
+    """A weight file's tensors; they can be read until the next one is taken, before which of a safetensors file only the header is read. Raises
+    UserError if the file is broken, or holds more than weights."""
     if file.suffix == ".safetensors":
         with open_safetensors(file) as content:
             for name in content.keys():  # noqa: SIM118 (not a dict)
@@ -211,11 +209,6 @@ def read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """The complete tensors of :func:`stored_tensors`, one at a time, on the CPU."""
     for stored in stored_tensors(file):
         yield stored.name, stored.read(tuple(slice(0, size) for size in stored.shape))
-
-
-def read_shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The names and shapes of :func:`stored_tensors`; of a safetensors file only the header is read."""
-    return ((stored.name, stored.shape) for stored in stored_tensors(file))
 
 
 class SafetensorsWriter:
@@ -250,9 +243,7 @@ class SafetensorsWriter:
         self._write(memoryview(self._header), 0)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
 
     def write_rows(self, name: str, rows: torch.Tensor, columns: tuple[slice, ...], values: torch.Tensor) -> None:

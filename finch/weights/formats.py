@@ -16,7 +16,7 @@ from finch.base.files import is_disk_error
 from finch.config.instantiate import build, locate
 from finch.models.hf_config import CONFIG, check_folder, read_json
 from finch.weights.conversion import HEAD, StateDict, rows_of
-from finch.weights.files import check_files, copy_side_files, read_shapes
+from finch.weights.files import check_files, copy_side_files, stored_tensors
 from finch.weights.huggingface import HuggingFaceFolder, Part, PretrainedFolder, validate_against_hf_config
 
 PARAMS = "params.json"
@@ -125,8 +125,8 @@ class NativeFolder(PretrainedFolder):
             state[name][block] = values
         # A tied model has no head of its own, but a folder in Meta's format has: what is written is like what was read.
         if HEAD not in state and any(
-            HEAD in self._to_torchtune({name: torch.empty(shape, device="meta")})
-            for name, shape in read_shapes(self.files[0])
+            HEAD in self._to_torchtune({each.name: torch.empty(each.shape, device="meta")})
+            for each in stored_tensors(self.files[0])
         ):
             state[HEAD] = state[_EMBEDDING]
         try:

@@ -35,7 +35,6 @@ from finch.weights.files import (
     indexed_shards,
     new_model_folder,
     read_json,
-    read_shapes,
     read_tensors,
     stored_tensors,
     write_json,
@@ -103,7 +102,7 @@ class PretrainedFolder(ABC):
         adapters = adapter_parameters(model)
         expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in adapters}
         stored: dict[str, tuple[int, ...]] = {}
-        for name, shape in (item for file in self.files for item in read_shapes(file)):
+        for name, shape in ((each.name, each.shape) for file in self.files for each in stored_tensors(file)):
             # Conversions rename tensors and permute elements; on the meta device they cost nothing.
             try:
                 converted = self._to_torchtune({name: torch.empty(shape, device="meta")})
@@ -275,11 +274,9 @@ class HuggingFaceFolder(PretrainedFolder):
         else:
             names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
             weight_map = {weight.name: name for name, shard in zip(names, shards, strict=True) for weight in shard}
-            total_bytes = sum(weight.tensor.nbytes for weight in stored_weights)
-            metadata = {"total_size": total_bytes}
-            write_json(
-                target / SAFETENSORS_INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-            )
+            metadata = {"total_size": sum(weight.tensor.nbytes for weight in stored_weights)}
+            index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+            write_json(target / SAFETENSORS_INDEX, index)
         with contextlib.ExitStack() as stack:
             file_of = {}
             for name, shard in zip(names, shards, strict=True):

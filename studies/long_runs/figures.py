@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from finch.study.report.style import method_styles, name_places, write
-from finch.training.style import LESS_FORGOTTEN, MORE_LEARNED, Name, name_ends, new_panels
+from finch.study.report.style import Name, method_styles, name_places, write
+from finch.training.style import LESS_FORGOTTEN, MORE_LEARNED, name_ends, new_panels
 
 ARMS = {
     "sft": "cosine",

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from finch.study.report.front import TradeOff, points_by_method
 from finch.study.report.measures import Estimate
-from finch.study.report.style import PRETRAINED, STYLES, name_places, new_figure, write
-from finch.training.style import COLOURS, LESS_FORGOTTEN, MORE_LEARNED, Name, new_panels
+from finch.study.report.style import PRETRAINED, STYLES, Name, name_places, new_figure, write
+from finch.training.style import COLOURS, LESS_FORGOTTEN, MORE_LEARNED, new_panels
 
 Array = NDArray[np.float64]
 LABELS = {

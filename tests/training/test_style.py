@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("matplotlib", reason="the report extra is not installed")
 from matplotlib.text import Text
 
-from finch.study.report.style import STYLES, method_styles, name_places, new_figure
-from finch.training.style import COLOURS, Name, name_ends
+from finch.study.report.style import STYLES, Name, method_styles, name_places, new_figure
+from finch.training.style import COLOURS, name_ends
 
 
 def test_every_method_has_its_own_colour_and_marker():

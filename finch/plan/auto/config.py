@@ -289,11 +289,11 @@ def _required(given: DictConfig, key: str, meaning: str) -> str:
 
 
 def _num_parameters(folder: Path) -> int:
-    from finch.weights.files import read_shapes
+    from finch.weights.files import stored_tensors
     from finch.weights.huggingface import HuggingFaceFolder
 
     files = HuggingFaceFolder(str(folder)).files
-    return sum(math.prod(shape) for file in files for _, shape in read_shapes(file))
+    return sum(math.prod(each.shape) for file in files for each in stored_tensors(file))
 
 
 def _device_keys(given: DictConfig, num_parameters: int, rows: int, ranks: int, memory: int | None) -> Blocks:

@@ -41,13 +41,14 @@ from finch.distributed import parallel
 from finch.distributed.parallel import MeshSizes, Parallel
 from finch.distributed.precision import Precision, precision_of
 from finch.objectives import IGNORE_INDEX
+from finch.optim.finch_lr import are_fused
 from finch.optim.optimizer_variants import optimizers_in_backward
 from finch.plan.estimate.formula import HOST_PARTS, OPTIMIZER, PENALTY, Rows, replayed_rows
 from finch.plan.estimate.fused_norm import count_norms_as_one
 from finch.plan.estimate.step_trace import RECOMPUTATION, UPDATE, Collective, StepTrace
 from finch.training.kl_penalty import build_kl
 from finch.training.loaded_model import LoadedModel
-from finch.training.optimizer import are_fused, build_optimizers, build_schedule, is_finch, make_update, optimizer_bytes
+from finch.training.optimizer import build_optimizers, build_schedule, is_finch, make_update, optimizer_bytes
 from finch.training.step import TrainStep
 from finch.training.step_loss import StepLoss, StepMedian
 

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from finch.base.log import quiet_dependencies
-from finch.distributed.processes import die_with_parent, share_cores, without_launcher
+from finch.distributed.processes import die_with_parent, share_cores
 from finch.plan.gpu_check.report import Late
 
 _POLL_S = 0.05
 _GRACE_S = 5.0  # for the other ranks, after one has failed
 _STACKS_S = 2.0  # to print stacks
 _STACKS = re.compile(r"^(Current t|T)hread 0x.*", re.MULTILINE | re.DOTALL)  # as faulthandler prints them
+_OF_LAUNCHERS = re.compile(r"RANK|WORLD_SIZE|LOCAL_\w+|GROUP_\w+|ROLE_\w+|MASTER_\w+|TORCHELASTIC_\w+")
 
 
 class Ranks:
@@ -47,7 +48,9 @@ class Ranks:
         command = [sys.executable, "-P", "-m", "finch.plan.gpu_check.processes", target, json.dumps(arguments)]
         self._logs = [folder / (f"{name}.log" if ranks == 1 else f"{name}_rank_{rank}.log") for rank in range(ranks)]
         self._leads, self._processes, self.is_late = leads, [], False
-        environment = {**without_launcher(os.environ), "PYTHONFAULTHANDLER": "1", "TOKENIZERS_PARALLELISM": "false"}
+        # These processes do not join the ranks that this one may belong to.
+        environment = {key: value for key, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(key)}
+        environment |= {"PYTHONFAULTHANDLER": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment["HF_HUB_OFFLINE"] = "1"
         share_cores(environment, ranks)
         if ranks > 1:

@@ -17,9 +17,9 @@ from finch.study.report.front import Point, TradeOff, on_front, points_by_method
 from finch.study.report.measures import Estimate
 from finch.study.report.paper import Curve
 from finch.study.report.selection import Measure
-from finch.study.report.style import PRETRAINED, Drawing, Style, name_places, new_figure, save
+from finch.study.report.style import PRETRAINED, Drawing, Name, Style, name_places, new_figure, save
 from finch.study.sweep.grid import LR
-from finch.training.style import COLOURS, LESS_FORGOTTEN, MORE_LEARNED, Name, name_ends
+from finch.training.style import COLOURS, LESS_FORGOTTEN, MORE_LEARNED, name_ends
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import numpy as np
 
 from finch.base import files
 from finch.base.log import printable
-from finch.training.style import COLOURS, Name, annotate, new_panels, no_math
+from finch.training.style import COLOURS, annotate, new_panels, no_math
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -117,6 +117,15 @@ def new_figure(height: float, x_label: str, y_label: str) -> tuple[Figure, Axes]
     return figure, axes
 
 
+@dataclass(frozen=True)
+class Name:
+    """The name of something drawn: a text in its colour, and the places that it may stand next to, in the axes' units."""
+
+    text: str
+    hex: str
+    places: Sequence[tuple[float, float]]
+
+
 def name_places(axes: Axes, names: Iterable[Name]) -> None:
     """Writes each name where it covers least of what is drawn, next to one of its places, with a thin line to it.
 
@@ -142,7 +151,7 @@ def name_places(axes: Axes, names: Iterable[Name]) -> None:
 
     for name in names:
         # Written once to be measured: fonts decide its size.
-        text = annotate(axes, name, (0, 0))
+        text = annotate(axes, name.text, name.hex, (0, 0))
         width, height = text.get_window_extent().width + 3 * unit, text.get_window_extent().height
         found = []
         for place in name.places:
@@ -159,7 +168,8 @@ def name_places(axes: Axes, names: Iterable[Name]) -> None:
             continue
         _, distance, place, (left, bottom, right, top) = min(found)
         at = axes.transAxes.inverted().transform((left + 1.5 * unit, (bottom + top) / 2))
-        annotate(axes, name, (float(at[0]), float(at[1])), place if distance > _NEAR else None)
+        end = (float(at[0]), float(at[1]))
+        annotate(axes, name.text, name.hex, end, place if distance > _NEAR else None)
         # A name counts for more than a line: the next one rather covers a line than a name.
         ink[round(bottom) : round(top), round(left) : round(right)] = 4
 
