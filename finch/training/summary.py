@@ -54,7 +54,7 @@ class Summary(Hook):
         seconds = time.perf_counter() - trainer.run.start_time  # earlier attempts of a resumed run are not counted
         model = epoch_to_use(run, state.best, last=last, select_by=state.select_by)
         own, base = shlex.quote(str(run)), shlex.quote(str(trainer.base.folder))
-        evaluate = f"finch evaluate --base {base} --tuned {own}{'/average' * ('average' in trainer.hooks)}"
+        evaluate = f"finch evaluate --base {base} --tuned {own}{'/average' * ('final_average' in trainer.hooks)}"
         stopped = [f"stopped by {state.stop.reason}"] if state.stop is not None else []
         for line in (
             *stopped,
