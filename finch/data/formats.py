@@ -325,8 +325,7 @@ class RowToMessages(Transform):
         """``messages``, and ``tools`` where the row has some. Raises UserError if a field is missing or not text, a role is unknown, the order of
         turns is not a conversation's, or a field that changes what is learned is not understood."""
         # CSV has text; 0 may be a class.
-        keys = ("label", "kto_tag") if self._format in ("prompt_completion", *TURN_KEYS) else ("kto_tag",)
-        for key in keys:
+        for key in ("label", "kto_tag") if self._format in ("prompt_completion", *TURN_KEYS) else ("kto_tag",):
             if str(sample.get(key)).lower() == "false":
                 raise UserError(
                     f"its {key} is false: these are preferences, for KTO, which finch does not train; keep the rows whose {key} is true"

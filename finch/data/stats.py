@@ -40,7 +40,8 @@ class RowCount:
             self.first.append(row)
 
     def __add__(self, other: RowCount) -> RowCount:
-        return RowCount(self.number + other.number, sorted(self.first + other.first, key=_by_number)[:NUM_SHOWN])
+        first = sorted(self.first + other.first, key=lambda row: (row.source, row.number))
+        return RowCount(self.number + other.number, first[:NUM_SHOWN])
 
     def __str__(self) -> str:
         return name_rows(self.first, self.number)
@@ -280,10 +281,6 @@ def describe_trained(validation: Samples, trained: Samples) -> str | None:
 
 def _too_long(max_seq_len: int | None) -> str:
     return "" if max_seq_len is None else f", or the prompt already reaches tokenizer.max_seq_len={max_seq_len}"
-
-
-def _by_number(row: Row) -> tuple[str, int]:
-    return row.source, row.number
 
 
 def name_rows(rows: Sequence[Row], total: int) -> str:

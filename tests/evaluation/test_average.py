@@ -220,6 +220,7 @@ def test_auto_averages_at_the_end_on_the_runs_ranks(tiny, rows_file, tmp_path):
     run = run_ranks(2, tmp_path, config)
     assert run.returncode == 0, run.output[-3000:]
     assert "average: alpha 0." in run.output
+    assert f"--tuned {run.folder}/average\n" in run.output
     by_itself = tmp_path / "copy"
     shutil.copytree(run.folder, by_itself, symlinks=True, ignore=shutil.ignore_patterns("average"))
     average(by_itself, Choice())
