@@ -46,7 +46,7 @@ def test_numbers_are_those_of_the_runs(tmp_path):
     assert check_comparisons(tmp_path, RESULTS) == 74
     assert check_selection(tmp_path, RESULTS) == 22
     assert check_runs(tmp_path, RESULTS) == 203
-    assert check_probes(tmp_path)[0] == 119
+    assert check_probes(tmp_path)[0] == 121
     assert shares(tmp_path) == read_csv(RESULTS / "shares.csv")
 
 
