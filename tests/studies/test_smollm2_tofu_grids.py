@@ -32,7 +32,8 @@ CELLS = {
         for name, number in {**dict.fromkeys(BREADTH, 2), "answers_1024_rows_16": 3, "cosine": 1}.items()
         for kind in ("", "average_of_")
     }
-    | {"answers_1024_rows_16": 8, "finch_answers_1024_rows_16": 2, "cosine_answers_1024_rows_16": 9},
+    | {"answers_1024_rows_16": 10, "average_of_answers_1024_rows_16": 5}
+    | {"finch_answers_1024_rows_16": 2, "cosine_answers_1024_rows_16": 9},
     "GRID_equations.yaml": {
         "sft": 12,
         "self_replay": 6,
