@@ -158,8 +158,8 @@ def _prompt(turns: list[Message], tokenizer: Any, **tools: Any) -> list[int]:
 def prompt_turns(
     row: Mapping[str, Any], tokenizer: Any, format: str = "auto", column_map: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """``turns``, messages that are no targets: the system turn, if there is one, and the first user turn, or all of a conversation that ends with a
-    user's; and ``tools``, if the row has some."""
+    """``turns``, messages that are no targets: those before a conversation's first answer, or all of one that ends with a user's turn; of other rows
+    those before their own answer, history included; and ``tools``, if the row has some."""
     present = {name: value for name, value in row.items() if value is not None}
     named, has_turns = (column_map or {}).get("prompt"), {"messages", "conversations"} & present.keys()
     # Of a conversation the turns count, its system prompt included, and not a column that repeats the first one.
@@ -178,11 +178,11 @@ def prompt_turns(
         )
     sample = RowToMessages(row_format, tokenizer=tokenizer)(present)
     messages = sample.pop("messages")
-    # Of a conversation the first answer is what the prompt asks for; a row that has one answer of its own asks for that one.
-    is_chat = row_format.format in TURN_KEYS
+    is_chat, is_completion = row_format.format in TURN_KEYS, row_format.format == "prompt_completion"
     answers = [n for n, each in enumerate(messages) if each.role == "assistant" and (is_chat or not each.masked)]
-    own = -1 if not is_chat and present.get("history") else 0
-    turns = messages if messages[-1].role == "user" else messages[: answers[own]]
+    # Of rows that are no turns the last answer is their own, since earlier ones are their history.
+    answer = answers[0 if is_chat or is_completion else -1]
+    turns = messages if messages[-1].role == "user" else messages[:answer]
     for turn in turns:
         turn.masked = True
     return {"turns": turns, **sample}

@@ -46,6 +46,7 @@ class Rows(Dataset[Any]):
         transforms: from a row to tokens and labels, one after the other.
         many: the last transform of many samples at once, to ids and masks or errors; None: each row is tokenized whenever it is read.
         tokenizer, settings: what the rows depend on next to table and format.
+        learns_answers: whether an assistant's turns are the only targets.
     """
 
     def __init__(
@@ -56,17 +57,12 @@ class Rows(Dataset[Any]):
         many: Callable[[Sequence[Any]], Sequence[Any]] | None,
         tokenizer: Any,
         settings: Sequence[Any],
+        learns_answers: bool,
     ) -> None:
         self._data, self._transforms, self._many = table, transforms, many
         self.tokenizer, self._settings = tokenizer, settings
-        self.row_format = row_format
+        self.row_format, self.learns_answers = row_format, learns_answers
         self.tokenized: TokenizedRows | None = None
-
-    @property
-    def headers(self) -> set[tuple[int, ...]]:
-        """The tokenizer's, see :class:`finch.models.chat_tokenizer.ChatTokenizer`; none where more than answers is learned."""
-        learns_all = self.row_format.format == "text" or self._settings[0]
-        return set() if learns_all else getattr(self.tokenizer, "headers", set())
 
     def __len__(self) -> int:
         return len(self._data)
@@ -315,7 +311,7 @@ def tokenized(
         # Given the message transform as well, SFTTransform would refuse tool turns.
         transforms += [messages, SFTTransform(model_transform=tokenizer)]
     settings = [train_on_input, new_system_prompt, is_text and not packed, *(convert.args if convert else ())]
-    rows = Rows(table, row_format, transforms, many, tokenizer, settings)
+    rows = Rows(table, row_format, transforms, many, tokenizer, settings, not (is_text or train_on_input))
     if not packed:
         return rows
     # On all cores; PackedDataset would read the rows one by one.

@@ -238,16 +238,18 @@ def collect_stats(samples: Samples, rank: int, ranks: int, max_seq_len: int | No
         is_doubled = any(tokens[each] in ends and (is_target[each] or each == 0) for each in repeated)
         is_empty = isinstance(data, Rows) and data.is_empty(local_index)
         found = (stats.without_targets, targets == 0), (stats.empty, is_empty), (stats.doubled, is_doubled)
-        for rows, is_so in (*found, (stats.unasked, _is_unasked(getattr(data, "ds", data), sample))):
+        for rows, is_so in (*found, (stats.unasked, _is_unasked(data, sample))):
             if is_so:
                 rows.add(samples.row(index))
     samples.lengths, samples.content = torch.from_numpy(sample_lengths), torch.from_numpy(content)
     return stats + DatasetStats()  # sorted, and digests modulo 2^64
 
 
-def _is_unasked(rows: Any, sample: Mapping[str, Any]) -> bool:
+def _is_unasked(data: Any, sample: Mapping[str, Any]) -> bool:
     """Whether an answer is learned after other tokens than those that generation starts from: another header, or one that a token joins to the answer."""
-    tokens, is_target, headers = sample["tokens"], sample["labels"] != IGNORE_INDEX, getattr(rows, "headers", ())
+    rows = getattr(data, "ds", data)  # of packs their rows
+    headers = getattr(rows.tokenizer, "headers", ()) if isinstance(rows, Rows) and rows.learns_answers else ()
+    tokens, is_target = sample["tokens"], sample["labels"] != IGNORE_INDEX
     starts = (np.flatnonzero(is_target[1:] & ~is_target[:-1]) + 1).tolist() if headers else []
     return any(all(tuple(tokens[:start][-len(each) :]) != each for each in headers) for start in starts)
 

@@ -115,8 +115,9 @@ def test_without_a_template_a_text_begins_with_bos(folder):
 
 
 def test_prompts_are_read_from_lines_of_text(tmp_path):
-    (tmp_path / "prompts.txt").write_text("\ufeffWhy?\n\n  How? \nWhen?\n", encoding="utf-8")
+    (tmp_path / "prompts.txt").write_text("\ufeffWhy?\n\n  How? \nWhen?\u2028Now?\n", encoding="utf-8")
     assert prompts.load_rows(str(tmp_path / "prompts.txt"), None, None, "train", 2) == [
         {"prompt": "Why?"},
         {"prompt": "How?"},
     ]
+    assert prompts.load_rows(str(tmp_path / "prompts.txt"), None, None, "train", 3)[2] == {"prompt": "When?\u2028Now?"}

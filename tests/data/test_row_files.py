@@ -115,6 +115,14 @@ def test_csv_cells_are_those_of_the_file(tmp_path):
     assert detect(str(file)).columns == {"question": "question", "answer": "answer"}
 
 
+def test_a_file_counts_once_by_whatever_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text(lines([{"question": "a", "answer": "b"}]))
+    for names in (["a.jsonl", "a.jsonl"], ["a.jsonl", str(tmp_path / "a.jsonl")], ["a.jsonl", "*.jsonl"]):
+        with pytest.raises(UserError, match=r"a\.jsonl more than once, whose rows would count as often; name it once"):
+            local_files(names)
+
+
 @pytest.mark.parametrize("name", ["a[1].jsonl", "what?.csv", "*.jsonl", "{a},b c=$d.jsonl", "a[1] {x},*?.parquet"])
 def test_a_named_file_is_the_file_that_is_read(tmp_path, name):
     rows = [{"question": "a", "answer": "b"}]

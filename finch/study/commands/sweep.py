@@ -356,10 +356,9 @@ def _submit_sweep(grid: Grid, options: Sequence[str], words: Sequence[str], args
     for group in filter(None, (first, second)):
         ids.append(submission.submit_array(group, args.jobs, after=[*trained_earlier, *ids]))
     has_models = grid.evaluation is not None or any(job.cell.kind != RUN for job in jobs)
-    is_done = all(job.is_trained() and not job.evaluate_commands() for job in jobs)
-    if (
-        has_models and not is_done and (ids or _EVALUATION not in queued)
-    ):  # one that is queued does not wait for these cells
+    # An evaluation that is queued does not wait for these cells. Where none is trained, what is left to evaluate is looked up.
+    is_queued = not ids and _EVALUATION in queued
+    if has_models and not is_queued and (ids or any(not job.is_trained() or job.evaluate_commands() for job in jobs)):
         ids.append(submission.submit_evaluation(words, after=[*earlier, *ids]))
     if queued:
         print(f"in Slurm's queue already: {', '.join(earlier)}")
