@@ -433,10 +433,8 @@ class RowToMessages(Transform):
     def _turn(
         self, turn: Mapping[str, Any], number: int, role: str, role_key: str, content_key: str, is_prompt: bool
     ) -> Message:
-        content, fields = (
-            turn.get(content_key),
-            self._clean({key: turn[key] for key in turn if key not in (role_key, content_key)}),
-        )
+        content = turn.get(content_key)
+        fields = self._clean({key: turn[key] for key in turn if key not in (role_key, content_key)})
         if fields.get("function_call"):
             raise UserError(f"its turn {number} has function_call, OpenAI's old form; give it as tool_calls")
         # A template that writes calls does so in its own form.
@@ -498,7 +496,7 @@ def _calls(content: Any) -> list[Any]:
     except (TypeError, ValueError):
         return []
     calls = found if isinstance(found, list) else [found]
-    is_calls = all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls)
+    is_calls = all(isinstance(call, dict) and {"name"} < call.keys() for call in calls)
     return [{"type": "function", "function": call} for call in calls] if is_calls else []
 
 
@@ -506,6 +504,8 @@ def _call(call: Any, number: int) -> Any:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f"its turn {number} has a tool call that names no function")
+    if "arguments" not in function and len(function) > 1:  # under another name, which no template reads
+        raise UserError(f"its turn {number} has a tool call without arguments; rename its parameters, or give {{}}")
     return call
 
 

@@ -10,6 +10,7 @@ from finch.base.errors import UserError
 from finch.data.formats import RowToMessages, detect_columns, unused_fields
 
 SAID = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "5"}, {"role": "user", "content": "no"}
+PARAMETERS = {"name": "add", "parameters": {"a": 2}}
 
 
 MESSAGES = {"messages": [*SAID[:2]]}
@@ -119,6 +120,18 @@ def test_calls_and_tools_reach_the_template_as_they_are():
         (
             {"messages": [SAID[0], {"role": "assistant", "tool_calls": [{}]}]},
             "its turn 2 has a tool call that names no",
+        ),
+        *(
+            (row, "its turn 2 has a tool call without arguments; rename its parameters, or give {}")
+            for row in (
+                {"messages": [SAID[0], {**SAID[1], "tool_calls": [{"function": PARAMETERS}]}]},
+                {
+                    "conversations": [
+                        {"from": "human", "value": "a"},
+                        {"from": "function_call", "value": json.dumps(PARAMETERS)},
+                    ]
+                },
+            )
         ),
     ],
 )
