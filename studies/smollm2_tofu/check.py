@@ -82,22 +82,20 @@ def read_points(sweep: Path, new_task: str, measure: str, *others: Path) -> tupl
         seeds.append(values["seed"])
     rng = np.random.default_rng(7)
 
+    def draws(n: int) -> Array:
+        """[1 + draws, n] how often each of n is taken; in row 0 once."""
+        return np.concatenate([np.ones((1, n)), rng.multinomial(n, np.full(n, 1 / n), size=DRAWS)])
+
     def means(rows: Array) -> Array:
         """[1 + draws, columns] of [rows, columns]."""
-        n = len(rows)
-        return np.concatenate([np.ones((1, n)), rng.multinomial(n, np.full(n, 1 / n), size=DRAWS)]) @ rows / n
+        return draws(len(rows)) @ rows / len(rows)
 
     scale = 100.0 if new_task in PERCENT else -1.0
     of_new = scale * means(np.array([*new, scores_of_base(sweep, new_task)]).T)
     sign = -100.0 if measure in PERCENT else 1.0  # a lower accuracy is forgetting
     of_old = sign * means((np.array(old) - np.array(scores_of_base(sweep, measure))).T)
     distinct = sorted(set(seeds))
-    number = np.concatenate(
-        [
-            np.ones((1, len(distinct))),
-            rng.multinomial(len(distinct), np.full(len(distinct), 1 / len(distinct)), size=DRAWS),
-        ]
-    )
+    number = draws(len(distinct))
     methods = {}
     for method, rates in runs.items():
         columns = []
@@ -106,9 +104,8 @@ def read_points(sweep: Path, new_task: str, measure: str, *others: Path) -> tupl
             weights[weights.sum(axis=1) == 0] = 1
             weights /= weights.sum(axis=1, keepdims=True)
             k = len(indices)
-            weights = 1 / k + math.sqrt(k / max(k - 1, 1)) * (
-                weights - 1 / k
-            )  # the variance of few seeds is not too small
+            # So that the variance of few seeds is not too small.
+            weights = 1 / k + math.sqrt(k / max(k - 1, 1)) * (weights - 1 / k)
             score = (weights * of_new[:, indices]).sum(axis=1).round(9)  # equal ones differ in their last bits
             columns.append((score.clip(0, 100) if scale > 0 else score, (weights * of_old[:, indices]).sum(axis=1)))
         counts = [len(rates[rate]) for rate in sorted(rates)]
@@ -245,7 +242,10 @@ def check_selection(study: Path, results: Path) -> int:
     lines = list(csv.DictReader((results / "selection.csv").open()))
     reference: dict[str, Any] = {}
     for line in lines:
-        sweep = study / line["setting"]
+        sweep, what = (
+            study / line["setting"],
+            f"{line['setting']}, selection by {line['selected_by']}, {line['method']}",
+        )
         _, methods = read_points(sweep, line["selected_by"], PRIMARY)
         points, sign = methods[line["method"]], 1 if line["selected_by"] in PERCENT else -1
         drawn = points.new.argmax(axis=1)
@@ -262,7 +262,7 @@ def check_selection(study: Path, results: Path) -> int:
             ratio[0] = float(line["kl_over_sft"])
             expected["kl_over_sft"] = with_interval(ratio)
             if not abs(mean / ratio[0] - 1) <= 0.03:  # a mean over draws, which differ
-                raise SystemExit(f"selection by {line['selected_by']}, {line['method']}: kl_over_sft, found {mean:.4f}")
+                raise SystemExit(f"{what}: kl_over_sft, found {mean:.4f}")
         if line["hellaswag"]:
             _, accuracies = read_points(sweep, line["selected_by"], "hellaswag")
             change = -accuracies[line["method"]].forgotten
@@ -271,18 +271,14 @@ def check_selection(study: Path, results: Path) -> int:
             if line["hellaswag_drawn"]:
                 found = float(change[rows, drawn][1:].mean())
                 if abs(found - float(line["hellaswag_drawn"])) > 0.3:  # points; draws differ
-                    raise SystemExit(
-                        f"selection by {line['selected_by']}, {line['method']}: hellaswag_drawn, found {found:.4f}"
-                    )
+                    raise SystemExit(f"{what}: hellaswag_drawn, found {found:.4f}")
         shares = dict(each.split() for each in line["share_of_draws"].split(", "))
         for number, rate in enumerate(points.rates):
             found = 100 * float((drawn[1:] == number).mean())
             if abs(found - float(shares.get(f"{rate:g}", "0%").rstrip("%"))) > 6:
-                raise SystemExit(
-                    f"selection by {line['selected_by']}, {line['method']}: {rate:g} is the best in {found:.1f}% of draws"
-                )
+                raise SystemExit(f"{what}: {rate:g} is the best in {found:.1f}% of draws")
         if wrong := differs(line, expected):
-            raise SystemExit(f"{line['setting']}, selection by {line['selected_by']}, {line['method']}: {wrong}")
+            raise SystemExit(f"{what}: {wrong}")
     return len(lines)
 
 

@@ -62,45 +62,37 @@ def prepare(out: Path, data_root: Path | None, *, is_quick: bool = False) -> Non
         data_root: folder with the files that ``HUB`` names; None: the hub.
         is_quick: a quarter of the rows of everything.
     """
-    share = QUICK_SHARE if is_quick else 1
-    num_tofu, num_held_out, num_prompts, num_stories, num_choices, num_long, num_many, num_openings, num_skills = (
-        round(share * number)
-        for number in (
-            *(NUM_TOFU, NUM_HELD_OUT, NUM_PROMPTS, NUM_STORIES, NUM_CHOICES),
-            *(NUM_LONG, NUM_MANY, NUM_OPENINGS, NUM_SKILLS),
-        )
-    )
-    tofu = read("tofu/forget10_perturbed.jsonl", data_root, num_tofu)
-    held_out = set(random.Random(0).sample(range(len(tofu)), num_held_out))
+
+    def part(number: int) -> int:
+        return round(number * (QUICK_SHARE if is_quick else 1))
+
+    tofu = read("tofu/forget10_perturbed.jsonl", data_root, part(NUM_TOFU))
+    held_out = set(random.Random(0).sample(range(len(tofu)), part(NUM_HELD_OUT)))
     learned = [row for index, row in enumerate(tofu) if index not in held_out]
     train = [{"question": row["question"], "answer": row["answer"]} for row in learned]
     write(out / "train.jsonl", train)
     wrong = set(random.Random(1).sample(range(len(train)), round(WRONG * len(train))))
-    write(
-        out / "train_wrong.jsonl",
-        [
-            {**row, "answer": learned[index]["perturbed_answer"][0]} if index in wrong else row
-            for index, row in enumerate(train)
-        ],
-    )
+    answers = [row["perturbed_answer"][0] if index in wrong else row["answer"] for index, row in enumerate(learned)]
+    write(out / "train_wrong.jsonl", ({**row, "answer": each} for row, each in zip(train, answers, strict=True)))
     for seed in range(SEEDS):
         write(out / f"train_blocks_{seed}.jsonl", in_blocks(train, seed))
-        write(out / f"train_300_{seed}.jsonl", over_and_over(train, num_long, seed))
+        write(out / f"train_300_{seed}.jsonl", over_and_over(train, part(NUM_LONG), seed))
     # The rows with paraphrases are the last ones of all: none of these is among them.
-    write(out / "train_3600.jsonl", train + read("tofu/full.jsonl", data_root, num_many - len(train)))
+    write(out / "train_3600.jsonl", train + read("tofu/full.jsonl", data_root, part(NUM_MANY) - len(train)))
     write(out / "paraphrases.jsonl", map(paraphrased, learned))
     write(out / "held_out.jsonl", (paraphrased(tofu[index]) for index in sorted(held_out)))
     prompts = [row for row in read("ifeval/prompts.jsonl", data_root) if len(row["prompt"]) <= PROMPT_CHARACTERS]
-    write(out / "prompts.jsonl", ({"prompt": row["prompt"]} for row in prompts[:num_prompts]))
+    write(out / "prompts.jsonl", ({"prompt": row["prompt"]} for row in prompts[: part(NUM_PROMPTS)]))
     stories = read("tinystories/stories.jsonl", data_root, FIRST_OPENING + NUM_OPENINGS)
     asked = (row["question"] for row in skill_rows() if "question" in row)
-    write(out / "skills.jsonl", ({"prompt": question} for question in itertools.islice(asked, num_skills)))
-    openings = [" ".join(row["text"].split()[:WORDS]) for row in stories[FIRST_OPENING:][:num_openings]]
+    write(out / "skills.jsonl", ({"prompt": question} for question in itertools.islice(asked, part(NUM_SKILLS))))
+    openings = [" ".join(row["text"].split()[:WORDS]) for row in stories[FIRST_OPENING:][: part(NUM_OPENINGS)]]
     write(out / "openings.jsonl", ({"prompt": opening} for opening in openings))
-    write(out / "stories.jsonl", ({"text": row["text"].strip()[:STORY_CHARACTERS]} for row in stories[:num_stories]))
+    texts = (row["text"].strip()[:STORY_CHARACTERS] for row in stories[: part(NUM_STORIES)])
+    write(out / "stories.jsonl", ({"text": text} for text in texts))
     write(out / "tofu/forget10_perturbed.jsonl", learned)
     for name in ("hellaswag/validation.jsonl", "winogrande/validation.jsonl"):
-        write(out / name, read(name, data_root, num_choices))
+        write(out / name, read(name, data_root, part(NUM_CHOICES)))
 
 
 def prepare_equations(out: Path, data_root: Path | None) -> None:
@@ -136,8 +128,7 @@ def wrong_balances(answer: str, rng: random.Random) -> list[str]:
 
 def in_blocks(rows: Sequence[Row], seed: int) -> list[Row]:
     """One block of rows after the other, each ``NUM_PASSES`` times over in orders of the seed: at each new block the loss jumps up."""
-    size, ordered = len(rows) // NUM_BLOCKS, list[Row]()
-    rng = random.Random(seed)
+    rng, size, ordered = random.Random(seed), len(rows) // NUM_BLOCKS, list[Row]()
     for start in range(0, size * NUM_BLOCKS, size):
         for _ in range(NUM_PASSES):
             ordered += rng.sample(rows[start : start + size], size)

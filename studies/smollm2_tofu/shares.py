@@ -3,7 +3,8 @@
 python -m studies.smollm2_tofu.shares out/study --out studies/smollm2_tofu/results
 
 writes shares.csv and prints README.md's table, a line per sweep, method, strength and rate. *At equal training loss*: on straight lines between
-cosine SFT's rates, means over seeds; of the KL its logarithm. Intervals are check.py's: a bootstrap over rows and seeds, paired between runs.
+cosine SFT's rates, means over seeds; of the KL its logarithm. Then the protocol's own reading, fronts.csv: of settings with several rates the ratio
+of the KL on fronts, at 101 equal scores. Intervals are check.py's: a bootstrap over rows and seeds, paired between runs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from studies.smollm2_tofu.check import PRIMARY, Array, Points, read_points, with_interval
+from studies.smollm2_tofu.check import PRIMARY, Array, Points, common, compare, read_points, with_interval
 
 TASKS = {  # the sweep of a task's cosine SFT: others on the same task, the answers that are not trained
     "smooth": (("replay", "breadth"), "paraphrases"),
@@ -29,6 +30,7 @@ MEASURES = {  # column: measure, whether it is a share of SFT's in place of a di
     "points_below": ("tofu", False, "{:+.1f}"),
 }
 ENDS = ("", "_low", "_high")
+FRONTS = "setting", "other", "new", "lowest_score", "highest_score", "ratio", "ratio_low", "ratio_high"
 HEAD = "setting, strength | rate | runs | training loss | KL | stories' rise | paraphrase loss above | points of accuracy below"
 
 
@@ -37,9 +39,8 @@ def shares(study: Path) -> list[dict[str, str]]:
     setting: nats per token of the loss of answers that are not trained, points of six-way accuracy."""
     lines: dict[tuple[str, float], dict[str, str]] = {}
     tasks = {sweep: how for sweep, how in TASKS.items() if any((study / sweep).glob("*/cell.json"))}
-    for (sweep, (others, answers)), (column, (measure, is_share, _)) in itertools.product(
-        tasks.items(), MEASURES.items()
-    ):
+    cells = itertools.product(tasks.items(), MEASURES.items())
+    for (sweep, (others, answers)), (column, (measure, is_share, _)) in cells:
         _, methods = read_points(study / sweep, "train", measure or answers, *(study / other for other in others))
         sft = methods.pop("sft")
         shown = {name: points for name, points in methods.items() if not others or ": " in name}
@@ -82,14 +83,37 @@ def at_equal_loss(points: Points, score: Array, *, is_log: bool) -> Array:
     return np.exp(found) if is_log else found
 
 
+def fronts(study: Path) -> list[dict[str, str]]:
+    """The ratios on fronts, of TOFU: to cosine SFT, of averages also to those of SFT; none where no score is on both fronts."""
+    lines = []
+    for new in ("train", "tofu", "paraphrases"):
+        base, methods = read_points(study / "smooth", new, PRIMARY, study / "replay", study / "breadth")
+        several = [name for name, points in methods.items() if ": " in name and len(points.rates) > 1]
+        pairs = [
+            (name, other) for name in several for other in ("sft", "wise_ft") if "average" in name or other == "sft"
+        ]
+        for one, other in pairs:
+            both = methods[one], methods[other]
+            low, high = common(base, *both)
+            if low <= high:
+                values = low, high, *with_interval(np.exp(compare(base, *both, 101)["ratio"]))
+                lines.append(dict(zip(FRONTS, [one, other, new, *(f"{value:.4f}" for value in values)], strict=True)))
+    return lines
+
+
+def write(file: Path, lines: Sequence[Mapping[str, str]]) -> None:
+    with file.open("w", encoding="utf-8", newline="") as opened:
+        writer = csv.DictWriter(opened, list(lines[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     found = shares(arguments.study)
-    with (arguments.out / "shares.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(found[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(found)
+    write(arguments.out / "shares.csv", found)
+    write(arguments.out / "fronts.csv", fronts(arguments.study))
     print(table(found), end="")

@@ -32,7 +32,7 @@ CELLS = {
         for name, number in {**dict.fromkeys(BREADTH, 2), "answers_1024_rows_16": 3, "cosine": 1}.items()
         for kind in ("", "average_of_")
     }
-    | {"answers_1024_rows_16": 10, "average_of_answers_1024_rows_16": 5}
+    | {"answers_1024_rows_16": 10, "average_of_answers_1024_rows_16": 10, "rows_16": 4, "average_of_rows_16": 4}
     | {"finch_answers_1024_rows_16": 2, "cosine_answers_1024_rows_16": 9},
     "GRID_equations.yaml": {
         "sft": 12,
@@ -67,7 +67,7 @@ def test_numbers_of_cells_and_seeds(name):
     for (method, _), seeds in seeds_of(name).items():
         is_reference = name == "GRID_replay.yaml" and method in ("sft", "wise_ft")
         has_one = is_reference or name in ("GRID_quick.yaml", "GRID_breadth.yaml") or method in ("finch_cap_5e-5", "kl")
-        has_one &= method.removeprefix("average_of_").removeprefix("cosine_") != "answers_1024_rows_16"
+        has_one &= method.removeprefix("average_of_").removeprefix("cosine_") not in ("answers_1024_rows_16", "rows_16")
         assert sorted(set(seeds)) == ([0] if has_one else [0, 1, 2])
 
 

@@ -12,8 +12,10 @@ import pytest
 from finch.objectives.divergence import STUDY as SCALE
 from finch.study.report.front import compare_pair, seed_points
 from finch.study.report.paper import paper_results
+from finch.study.sweep.grid import cells_of as grid_cells
+from finch.study.sweep.grid import read_grid
 from studies.smollm2_tofu.check import PRIMARY, check_comparisons, check_probes, check_runs, check_selection
-from studies.smollm2_tofu.shares import shares, table
+from studies.smollm2_tofu.shares import ENDS, fronts, shares, table
 
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "studies" / "smollm2_tofu"
@@ -48,6 +50,31 @@ def test_numbers_are_those_of_the_runs(tmp_path):
     assert check_runs(tmp_path, RESULTS) == 203
     assert check_probes(tmp_path)[0] == 121
     assert shares(tmp_path) == read_csv(RESULTS / "shares.csv")
+    assert fronts(tmp_path) == read_csv(RESULTS / "fronts.csv")
+    assert f"54 runs, R2 {fit_of_doses(tmp_path / 'smooth'):.3f}" in (ROOT / "docs" / "choose.md").read_text()
+    for sweep in ("replay", "breadth", "equations"):  # what is published can be run again
+        cells = [comparable(cell.values) for cell in grid_cells(read_grid(str(STUDY / f"GRID_{sweep}.yaml")))]
+        for cell in (tmp_path / sweep).glob("*/cell.json"):
+            assert comparable(json.loads(cell.read_text())["values"]) in cells, cell
+
+
+def comparable(values):
+    """A cell's, with the prompts by their file's name."""
+    return {key: Path(value).name if key == "self_replay.prompts" else value for key, value in values.items()}
+
+
+def fit_of_doses(sweep):
+    """How well a line through log(KL at the end) over log(sum of rate x sqrt(loss)) fits the runs of cosine, FINCH and constant rates."""
+    doses, forgotten = [], []
+    for cell in sweep.glob("*/cell.json"):
+        values = json.loads(cell.read_text())["values"]
+        if values.get("label", values["method"]) in ("sft", "finch", "constant"):
+            lines = map(json.loads, cell.with_name("metrics.jsonl").read_text().splitlines())
+            doses.append(sum(line["lr"] * line["loss"] ** 0.5 for line in lines if {"lr", "loss"} <= line.keys()))
+            scores = (cell.parent / "evaluation" / f"losses.{PRIMARY}.jsonl").read_text().splitlines()
+            forgotten.append(np.mean([json.loads(line)["score"] for line in scores]))
+    assert len(doses) == 54
+    return np.corrcoef(np.log(doses), np.log(forgotten))[0, 1] ** 2
 
 
 def ratio(line, name="ratio"):
@@ -125,13 +152,54 @@ def test_every_ratio_of_a_page_is_of_a_study(page):
         known |= {ratio(line, name) for name in ("ratio", "five_ratio") if line[name]}
     for line in read_csv(ROOT / "studies/long_runs/results/comparisons.csv"):
         known.add(with_ends(line[key] for key in ("ratio", "smallest", "largest")))
-    for line in read_csv(RESULTS / "shares.csv"):
-        known.add(ratio(line, "kl_share"))
+    known |= {ratio(line, "kl_share") for line in read_csv(RESULTS / "shares.csv")}
+    known |= {ratio(line) for line in read_csv(RESULTS / "fronts.csv")}
     text = (ROOT / page).read_text(encoding="utf-8")
     pattern = r"(\d\.\d\d)(?: times[^.;\[\]]*|\s)(\[\d\.\d\d, \d\.\d\d\])"
     found = {" ".join(each) for each in re.findall(pattern, text)}
     assert found <= known
     assert bool(found) == (page != "docs/limits.md")
+
+
+def test_numbers_of_the_readme_are_those_of_their_lines():
+    """Each is the number of what its sentence names."""
+    best, at = "answers_1024_rows_16", "0.0002"
+    shared = {(line["setting"], line["optimizer.lr"]): line for line in read_csv(RESULTS / "shares.csv")}
+    word, equations = shared[f"breadth: {best}, 1", at], shared[f"equations: {best}", at]
+    pairs = {
+        (one["setting"], one["new"], one["one"]): one for one in primary("comparisons.csv") if one["other"] == "sft"
+    }
+    equal = {one["setting"]: ratio(one) for one in read_csv(RESULTS / "fronts.csv") if one["new"] == "tofu"}
+    keys = ("learned", "forgotten", "one", "other")
+    longer = {
+        line["runs"]: [f"{float(line[key]):.2f}" for key in ("ratio", "smallest", "largest")]
+        for line in read_csv(ROOT / "studies/long_runs/results/comparisons.csv")
+        if tuple(line[key] for key in keys) == ("train", "own_kl", "finch", "sft")
+    }
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for form, *values in (
+        (
+            "FINCH {}, a constant rate {}, averages of SFT {} |",
+            *(ratio(pairs["smooth", "train", one]) for one in ("finch", "constant", "wise_ft")),
+        ),
+        ("at equal accuracy {}, which holds 1 |", ratio(pairs["smooth", "tofu", "finch"])),
+        ("FINCH forgets {} times as much as cosine after 300 steps [{}, {}]", *longer["300"]),
+        (", {} after 1,125 [{}, {}] |", *longer["1125"]),
+        ("{} of cosine SFT's at equal training loss,", ratio(word, "kl_share")),
+        ("accuracy {} points lower [{}, {}];", *(f"{float(word[f'points_below{end}']):.1f}" for end in ENDS)),
+        ("; at equal accuracy {}, averaged {};", *(equal[f"breadth: {kind}{best}, 1"] for kind in ("", "average_of_"))),
+        ("on chemical equations (two seeds) {} |", ratio(equations, "kl_share")),
+        ("held-out equations are answered {:.2f} nats worse", float(equations["other_answers_above"])),
+    ):
+        assert form.format(*values) in text, form.format(*values)
+    assert equations["runs"] == "2"
+    others = ("smooth", "breadth: average", "replay: wise_ft")
+    number = sum(int(line["runs"]) for (setting, _), line in shared.items() if not setting.startswith(others))
+    assert f"| {number} runs, two tasks," in (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
+
+
+def primary(name):
+    return [line for line in read_csv(RESULTS / name) if line["measure"] == PRIMARY]
 
 
 def means(name, *keys):

@@ -169,7 +169,7 @@ def complete(
                 chosen["lr_scheduler"] = preserve["lr_scheduler"]
                 shown += ", and a constant learning rate"
             messages.append(
-                f"self_replay: {number} own answers before the first step{shown}; method=finch trains without"
+                f"self_replay: {number} own answers before the first step, at most about half of the training's time{shown}; method=finch trains without"
             )
     is_validated = chosen.get("dataset_validation") or given.get("dataset_validation")
     is_validated = is_validated and not _is_removed("dataset_validation", overrides)
