@@ -57,6 +57,7 @@ def test_ranks_that_die_or_hang_are_replaced(tmp_path):
     assert not any(is_running(int(line)) for line in output.splitlines() if line.isdigit())
 
 
+@pytest.mark.slow
 def test_server_ends_when_it_is_closed():
     server = RankServer()
     assert os.getpid() != server.process.pid

@@ -27,7 +27,7 @@ def train(settings):
     print("the program is at its end", file=sys.stderr)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_blocks_count_steps_and_flops(tmp_path, ranks):
     one = Contender("tiny", train, {"steps": 7}, tmp_path, ranks=ranks)  # step 1
     # A product of [2, 4] with [4, 4], and the gradient of the weight

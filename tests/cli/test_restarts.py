@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers.runs import ROOT, Run, environment, make_config, write_config
+from helpers.runs import ROOT, Run, environment, make_config, run_here, write_config
 
 
 @pytest.fixture
@@ -27,8 +27,11 @@ def start(base_folder, rows_file, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_rank_is_restarted_and_the_run_equals_an_undisturbed_one(start):
+def test_killed_rank_is_restarted_and_the_run_equals_an_undisturbed_one(start, tiny, tmp_path):
+    """Which is that of one process."""
     undisturbed = start("whole", "--nproc_per_node", "2")
+    alone = run_here(tmp_path / "one", tiny(batch_size=4, max_steps_per_epoch=11))
+    assert undisturbed.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
     run = start("killed", "--restarts", "2", "--nproc_per_node", "2", action="SIGKILL", overwrite=True)
     assert run.returncode == 0, run.output
     assert "finch: rank 1 failed with exit code 137 (SIGKILL)" in run.output
@@ -71,7 +74,8 @@ def test_second_step_that_is_not_finite_names_its_rows(start):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "action", "code"), [(["dataset.data_files=/nowhere.jsonl"], None, 1), ([], "SIGTERM", 0)]
+    ("overrides", "action", "code"),
+    [(["dataset.data_files=/nowhere.jsonl"], None, 1), pytest.param([], "SIGTERM", 0, marks=pytest.mark.slow)],
 )
 def test_mistake_and_preemption_are_not_restarted(start, overrides, action, code):
     """A mistake that both ranks see is said once."""

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from helpers.runs import Run, environment, finch, make_config, run_here, write_config
+from helpers.runs import Run, environment, finch, make_config, write_config
 from torch.distributed import run as launcher
 
 from finch.cli import run as run_module
@@ -76,16 +76,6 @@ def test_run_chooses_the_recipe_by_the_model(capsys, monkeypatch, config):
         code, _, err = finch(capsys, "run", "--nproc_per_node", "2", "--config", config(), *overrides)
         assert code == 7, err
     assert started == ["finch_full_finetune", "finch_lora_finetune"]
-
-
-def test_two_ranks_train_as_one_process_does(config, tmp_path, base_folder, rows_file):
-    process = start("--config", config(batch_size=2), "--nproc_per_node", "2", "max_steps_per_epoch=3")
-    run = finish(process, tmp_path / "run")
-    assert run.returncode == 0, run.output
-    one = make_config(base_folder, rows_file, tmp_path / "one", batch_size=4)
-    alone = run_here(tmp_path / "one_config", one, "max_steps_per_epoch=3")
-    assert run.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
-    assert (tmp_path / "run" / "epoch_0" / "model.safetensors").exists()
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Runs TorchTitan 0.3 on a CPU: what it asks of a GPU is replaced here, only for tests.
 
 python -m helpers.titan_cpu ARGUMENTS of torchtitan.train
-python -m helpers.titan_cpu JOBS.json RANKS   # several runs, one after the other, in one process group of ranks that are forked here
+python -m helpers.titan_cpu FOLDER 1 2   # the runs of FOLDER/1/jobs.json, one after the other on a rank that is forked here, then those of two ranks
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def spoil(trainer, nonfinite: dict[int, str]) -> None:
 
 if __name__ == "__main__":
     install()
-    if sys.argv[1].endswith(".json"):
-        sys.exit(fork_ranks(Path(sys.argv[1]), int(sys.argv[2])))
+    if Path(sys.argv[1]).is_dir():
+        sys.exit(int(any(fork_ranks(Path(sys.argv[1], ranks, "jobs.json"), int(ranks)) for ranks in sys.argv[2:])))
     else:
         from torchtitan.train import main
 

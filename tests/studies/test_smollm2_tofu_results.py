@@ -48,7 +48,7 @@ def test_numbers_are_those_of_the_runs(tmp_path):
     assert check_comparisons(tmp_path, RESULTS) == 74
     assert check_selection(tmp_path, RESULTS) == 22
     assert check_runs(tmp_path, RESULTS) == 203
-    assert check_probes(tmp_path)[0] == 121
+    assert check_probes(tmp_path)[0] == 122
     assert shares(tmp_path) == read_csv(RESULTS / "shares.csv")
     assert fronts(tmp_path) == read_csv(RESULTS / "fronts.csv")
     assert f"54 runs, R2 {fit_of_doses(tmp_path / 'smooth'):.3f}" in (ROOT / "docs" / "choose.md").read_text()

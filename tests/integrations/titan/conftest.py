@@ -26,16 +26,14 @@ def titan_configs(shared_data: Path) -> ModuleType:
     return titan_configs
 
 
-@pytest.fixture(scope="session")
-def one_rank(once, shared_data: Path) -> dict[str, TitanRun]:
-    """Runs on one process."""
+def jobs_of_one_rank() -> list[dict]:
     dataset, short = ("--lr_scheduler.init", "dataset"), ("--training.steps", "6")
     saved = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "9")
     twice = ("--training.local_batch_size", "2", "--training.global_batch_size", "4")
     rare = ("--metrics.log_freq", "4", "--checkpoint.last_save_model_only")
     changed, replayed = ("--dataloader.split", "train[:16]"), (*twice, "--checkpoint.interval", "4")
     second, third = (("--training.steps", "1", "--checkpoint.folder", name) for name in ("second", "third"))
-    jobs = [
+    return [
         job("straight", *dataset, *saved),
         job("accumulated", *twice, *dataset),
         job("resumed", *dataset, *saved, "--checkpoint.load_step", "9", continues="straight"),
@@ -57,38 +55,55 @@ def one_rank(once, shared_data: Path) -> dict[str, TitanRun]:
         job("cached", *dataset, *second, continues="straight"),
         job("changed", *dataset, *changed, *third, folder="cached"),
     ]
-    return finished(jobs, once("titan_1", lambda folder: run_jobs(1, jobs, folder, shared_data)))
 
 
-@pytest.fixture
-def validated(tmp_path: Path, shared_data: Path) -> TitanRun:
-    """One of ``one_rank`` alone, for the slow tests."""
-    run_jobs(1, [VALIDATED], tmp_path, shared_data)
-    return finished([VALIDATED], tmp_path)["validated"]
-
-
-@pytest.fixture(scope="session")
-def two_ranks(once, shared_data: Path, one_rank: dict[str, TitanRun]) -> dict[str, TitanRun]:
-    """Runs on two processes, one of which continues one of ``one_rank``."""
+def jobs_of_two_ranks(straight: Path) -> list[dict]:
+    """One of them continues ``straight``, one rank's."""
     dataset, half = ("--lr_scheduler.init", "dataset"), ("--training.local_batch_size", "2")
     replicate = ("--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "1")
     saved = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "9")
     tensor = ("--parallelism.tensor_parallel_degree", "2")
     skip = ("--lr_scheduler.on_nonfinite", "skip", "--training.steps", "4")
-    straight = str(one_rank["straight"].folder)
-    jobs = [
+    return [
         job("fsdp", *dataset, *half, *saved),
         job("hsdp", *dataset, *half, *replicate),
         job("tensor", *dataset, *tensor),
         job("resumed", *dataset, *half, *saved, "--checkpoint.load_step", "9", continues="fsdp"),
-        job("resharded", *dataset, *half, "--checkpoint.load_step", "9", continues=straight),
+        job("resharded", *dataset, *half, "--checkpoint.load_step", "9", continues=str(straight)),
         job("skipped", *half, *skip, nonfinite={3: "gradient"}),
         job("validated", *half, "--training.steps", "2", config="validated"),
         job("preserving", *half, "--training.steps", "8", config="preserving"),
         job("tensor_preserving", *tensor, "--training.steps", "8", config="preserving"),
         job("tensor_skipped", *tensor, *skip, nonfinite={3: "gradient"}),
     ]
-    return finished(jobs, once("titan_2", lambda folder: run_jobs(2, jobs, folder, shared_data)))
+
+
+@pytest.fixture(scope="session")
+def titan_runs(once, shared_data: Path) -> dict[int, dict[str, TitanRun]]:
+    """The runs of each number of processes."""
+
+    def jobs(folder: Path) -> dict[int, list[dict]]:
+        return {1: jobs_of_one_rank(), 2: jobs_of_two_ranks(folder / "1" / "straight")}
+
+    folder = once("titan", lambda folder: run_jobs(jobs(folder), folder, shared_data))
+    return {ranks: finished(each, folder / str(ranks)) for ranks, each in jobs(folder).items()}
+
+
+@pytest.fixture(scope="session")
+def one_rank(titan_runs: dict[int, dict[str, TitanRun]]) -> dict[str, TitanRun]:
+    return titan_runs[1]
+
+
+@pytest.fixture(scope="session")
+def two_ranks(titan_runs: dict[int, dict[str, TitanRun]]) -> dict[str, TitanRun]:
+    return titan_runs[2]
+
+
+@pytest.fixture
+def validated(tmp_path: Path, shared_data: Path) -> TitanRun:
+    """One of ``one_rank`` alone, for the slow tests."""
+    run_jobs({1: [VALIDATED]}, tmp_path, shared_data)
+    return finished([VALIDATED], tmp_path / "1")["validated"]
 
 
 @pytest.fixture(scope="session")

@@ -234,12 +234,12 @@ def test_time_is_operations_and_bytes_over_their_rates():
 
 
 def test_candidates_keep_the_samples_of_a_step_and_save_memory(make, estimate, tmp_path):
-    changes = {"batch_size": 4, "gradient_accumulation_steps": 2}
+    changes = {"batch_size": 2, "gradient_accumulation_steps": 2}
     _, cfg = read_job(write_config(tmp_path / "config", make(**changes)), [], is_here=False)
     found = candidates(cfg)
     assert found == [
         ("enable_activation_checkpointing=True",),
-        ("batch_size=1", "gradient_accumulation_steps=8"),
+        ("batch_size=1", "gradient_accumulation_steps=4"),
         ("optimizer._component_=torchao.optim.AdamW8bit", "~optimizer.fused"),
         ("fsdp_cpu_offload=True",),
     ]
