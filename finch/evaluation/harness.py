@@ -211,7 +211,6 @@ def quiet_harness() -> Iterator[None]:
     harness.setLevel(logging.WARNING)
     harness.propagate = False
     lm_eval.api.task.tqdm = lambda iterable, **_: iterable
-    transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     try:

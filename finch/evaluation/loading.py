@@ -88,7 +88,9 @@ def load_model(folder: ModelFolder, dtype: str, device: torch.device) -> PreTrai
         UserError: transformers cannot load the folder, or the adapter does not fit.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # without a terminal it writes a line for each part of the weights
     try:
         with offline():
             loaded: Any = AutoModelForCausalLM.from_pretrained(

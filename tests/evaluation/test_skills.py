@@ -198,11 +198,13 @@ FOUND = [
 ]
 
 
-def test_command_prints_tables_or_json_and_is_a_gate(folders, tmp_path, capsys):
+def test_command_prints_tables_or_json_and_is_a_gate(folders, tmp_path, capsys, monkeypatch):
     base, tuned = folders
+    monkeypatch.setattr("transformers.utils.logging._tqdm_active", True)  # as where the tests' settings are not
     given = ("evaluate", "--base", str(base), "--tuned", str(tuned), "--out", str(tmp_path / "out"))
     code, out, err = finch(capsys, *given)
     assert code == 0, err
+    assert "Loading weights" not in err
     lines = [line.split() for line in out.splitlines()]
     assert lines[1:3] == [
         ["tuned"],
