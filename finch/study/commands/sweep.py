@@ -341,6 +341,12 @@ def _submit_sweep(grid: Grid, options: Sequence[str], words: Sequence[str], args
     scripts = [read_script(name) for name in (SCRIPT, SWEEP_SCRIPT)]
     job_options = complete_options(options, "\n".join(text for _, text in scripts))
     jobs = compose(grid, cells_of(grid), is_here=False, num_ranks=job_options.num_ranks)
+    for key in ("data_root", "include_path"):
+        path = None if grid.evaluation is None else getattr(grid.evaluation, key)
+        if path is not None and not Path(path).is_dir():
+            logger.warning(
+                f"evaluate.{key}={path} is no folder on this machine; the evaluation, after all runs, needs it on its node"
+            )
     submission = _Submission(grid, job_options, [path for path, _ in scripts], is_dry_run=args.dry_run)
     queued = submission.queued()
     left = {

@@ -208,12 +208,13 @@ def test_epochs_that_are_chosen_from_are_scored_before_the_run(grid, tmp_path, b
     assert "cell sft: save_last_epoch_only=True leaves no epochs to choose from by evaluate.select_by" in error
 
 
-def test_slurm_dry_run_prints_an_array_and_what_depends_on_it(grid, tmp_path, capsys, monkeypatch):
+def test_slurm_dry_run_prints_an_array_and_what_depends_on_it(grid, tmp_path, capsys, caplog, monkeypatch):
     mappings = [{"method": ["finch", "lora"], "seed": [0]}, {**REPLAY, "seed": [0]}]
-    file = grid(mappings, evaluate={"suites": ["forgetting"]})
+    file = grid(mappings, evaluate={"suites": ["forgetting"], "data_root": "/nowhere"})
     dry_run = ("sweep", file, "--slurm", "--dry-run")
     code, printed, error = finch(capsys, *dry_run, "--gpus-per-node=2", "--jobs", "4", "epochs=2")
     assert code == 0, error
+    assert "evaluate.data_root=/nowhere is no folder on this machine; the evaluation, after all runs, needs it" in caplog.text
     lines = printed.splitlines()
     out = tmp_path / "out"
     assert f"# task 1 of {out}/slurm/cells_0: finch_lora_finetune " in lines[1]
