@@ -242,10 +242,8 @@ def check_selection(study: Path, results: Path) -> int:
     lines = list(csv.DictReader((results / "selection.csv").open()))
     reference: dict[str, Any] = {}
     for line in lines:
-        sweep, what = (
-            study / line["setting"],
-            f"{line['setting']}, selection by {line['selected_by']}, {line['method']}",
-        )
+        sweep = study / line["setting"]
+        what = f"{line['setting']}, selection by {line['selected_by']}, {line['method']}"
         _, methods = read_points(sweep, line["selected_by"], PRIMARY)
         points, sign = methods[line["method"]], 1 if line["selected_by"] in PERCENT else -1
         drawn = points.new.argmax(axis=1)
