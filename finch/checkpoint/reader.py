@@ -140,7 +140,7 @@ def latest_valid(candidates: Sequence[Path], parallel: Parallel) -> tuple[Path |
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    return json.loads(files.read_bytes(folder / STATE_FILE))
 
 
 def rng_file_name(rank: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from finch.base import hub
@@ -139,7 +139,12 @@ def talk(chat: Chat, prompt: str | None, console: Console) -> None:
         is_piped = prompt is None and not sys.stdin.isatty()  # nobody sees what was typed
         title = Text(printable(f"prompt> {text}")) if is_piped else None
         table = Table(
-            "pretrained", f"tuned ({chat.tuned})", expand=True, title=title, title_justify="left", title_style="bold"
+            "pretrained",
+            Column(Text(printable(f"tuned ({chat.tuned})"))),  # a folder's name, which may have any signs
+            expand=True,
+            title=title,
+            title_justify="left",
+            title_style="bold",
         )
         table.add_row(Text(printable(base)), Text(printable(tuned)))
         console.print(table)

@@ -31,6 +31,7 @@ from finch.base.log import logger
 from finch.distributed.parallel import Parallel
 from finch.evaluation.loading import hash_values
 from finch.evaluation.progress import EvaluationProgress
+from finch.models.chat_environment import CPU_SECONDS, in_time
 
 _TOKENS_PER_REQUEST = 5
 """Generated tokens that take about as long as a log-likelihood; measured on a CPU, estimated for a GPU."""
@@ -218,7 +219,14 @@ class LanguageModel(HFLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """With the spaces that the template puts before an answer: lm-eval gives them to an answer that it scores."""
-        return super().apply_chat_template(chat_history, add_generation_prompt) + self._answer_prefix
+        render = super().apply_chat_template
+        try:
+            text: str = in_time(lambda turns: render(turns, add_generation_prompt), chat_history)
+        except TimeoutError as error:
+            raise UserError(
+                f"{self._name}: its chat template does not end well (a row took {CPU_SECONDS} s)"
+            ) from error
+        return text + self._answer_prefix
 
     # Between processes, in place of accelerate's.
 
@@ -398,8 +406,9 @@ def _around_answer(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str], 
         return "", [], []
     user, answer = {"role": "user", "content": "\ue000"}, {"role": "assistant", "content": "\ue001"}
     try:
-        prompt = str(tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True))
-        whole = str(tokenizer.apply_chat_template([user, answer, user], tokenize=False))
+        render = partial(tokenizer.apply_chat_template, tokenize=False)
+        prompt = str(in_time(partial(render, add_generation_prompt=True), [user]))
+        whole = str(in_time(render, [user, answer, user]))
     except Exception:  # Jinja's errors of all kinds: a template for other conversations may fit a task's own prompts
         return "", [], []
     before, _, after = whole.partition("\ue001")

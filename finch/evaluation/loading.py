@@ -122,6 +122,8 @@ def load_tokenizer(folder: Path, option: str) -> PreTrainedTokenizerBase:
         raise UserError(
             f"{option}={folder} has no tokenizer that transformers can load ({first_line(error)}); copy the tokenizer's files there"
         ) from error
+    if isinstance(tokenizer.chat_template, dict):  # several by name
+        tokenizer.chat_template = tokenizer.chat_template.get("default")
     if isinstance(tokenizer.chat_template, str):
         try_template(tokenizer.chat_template, tokenizer.special_tokens_map, folder)
         tokenizer.chat_template = on_prompt_day(tokenizer.chat_template)

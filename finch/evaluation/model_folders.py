@@ -203,7 +203,7 @@ def has_average(run: Path) -> bool:
     average, tuned = run / run_files.AVERAGE / "model" / run_files.HF_CONFIG, run_files.chosen_model(run)
     if not average.is_file() or tuned is None:
         return average.is_file()
-    is_newer = average.stat().st_mtime >= max(file.stat().st_mtime for file in tuned.iterdir())
+    is_newer = average.stat().st_mtime >= max((file.lstat().st_mtime for file in tuned.iterdir()), default=0.0)
     if not is_newer:
         name = tuned.resolve().name
         logger.warning(

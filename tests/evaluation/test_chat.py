@@ -102,6 +102,12 @@ def test_control_characters_are_shown_escaped(capsys):
     assert "d\ue000\u200d" in text
 
 
+def test_the_models_name_is_shown_as_it_is(capsys):
+    model = SimpleNamespace(answers=lambda prompt, before: ["a", "b"], tuned="\x1b]0;x\x07[red]c[/d]")
+    talk(model, "p", Console(width=80))
+    assert r"tuned (\x1b]0;x\x07[red]c[/d])" in capsys.readouterr().out
+
+
 def test_adapter_is_merged_and_the_base_may_have_moved(tiny, trained, base_folder, tmp_path, capsys):
     config = tiny(model=LORA_MODEL)
     full = trained(config, recipe=LORA).folder

@@ -194,3 +194,9 @@ def test_offline_reaches_no_other_machine(tmp_path):
     own.close()
     assert socket.getaddrinfo("127.0.0.1", 9)
     assert os.path.exists(tmp_path / "socket")
+
+
+def test_a_pattern_does_not_search_a_whole_disk(tmp_path):
+    rows = {**ROWS, "data_files": "/**/*.jsonl"}
+    with pytest.raises(UserError, match="is no path of this machine"):
+        read(tmp_path, {**CONFIG, "dataset": rows})

@@ -133,6 +133,14 @@ def test_space_before_an_answer_is_the_templates(make, model):
     assert generate(lm, prompt, max_gen_toks=7) == generate(make(), bare, until=["\nUser:"], max_gen_toks=7)
 
 
+def test_a_template_that_does_not_end_for_a_row_is_refused(make, monkeypatch):
+    monkeypatch.setattr("finch.models.chat_environment.CPU_SECONDS", 0.5)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    lm = make(chat_template="{% if messages[0].content | length > 3 %}" + endless + "{% endif %}")
+    with pytest.raises(UserError, match="its chat template does not end well"):
+        lm.apply_chat_template([{"role": "user", "content": "the fox"}])
+
+
 def test_an_answer_ends_with_the_templates_token_and_with_the_models_own(make, model, base_folder):
     """A base model's own end is not that of its turns; one that was tuned knows both, and they are compared."""
     tokenizer = AutoTokenizer.from_pretrained(base_folder)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from finch.base.errors import UserError
 from finch.evaluation.adapters import merge_in_memory
-from finch.evaluation.loading import load_model, resolve_dtype, shared_tokenizer
+from finch.evaluation.loading import load_model, load_tokenizer, resolve_dtype, shared_tokenizer
 from finch.evaluation.model_folders import ModelFolder
 
 CPU = torch.device("cpu")
@@ -134,3 +134,16 @@ def test_adapter_of_a_tied_head_is_refused(base_folder, tmp_path):
     model.lm_head.weight = model.model.embed_tokens.weight
     with pytest.raises(UserError, match="lm_head, which shares its weight with the embedding"):
         merge_in_memory(model, tmp_path, "--tuned=here")
+
+
+def test_of_templates_by_name_the_default_one_is_tried(folder):
+    file = folder.path / "tokenizer_config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    for template, message in (("{{ 99999999 ** 99999999 }}", "does not end well"), ("a", None)):
+        templates = [{"name": "default", "template": template}, {"name": "other", "template": "b"}]
+        file.write_text(json.dumps({**config, "chat_template": templates}))
+        if message is None:
+            assert load_tokenizer(folder.path, "--tuned").chat_template == "a"
+            continue
+        with pytest.raises(UserError, match=message):
+            load_tokenizer(folder.path, "--tuned")

@@ -8,7 +8,7 @@ from filelock import FileLock
 
 from finch.base.errors import UserError
 from finch.evaluation.loading import hash_weights
-from finch.evaluation.model_folders import ModelFolder, find_base, find_tuned, labels
+from finch.evaluation.model_folders import ModelFolder, find_base, find_tuned, has_average, labels
 from finch.models.hf_config import read_config
 
 
@@ -155,3 +155,12 @@ def test_folder_that_is_no_model_is_refused(base, base_folder, tmp_path):
         find_tuned(tuned, base)
     with pytest.raises(UserError, match=r"--base=.* is an adapter; give the model"):
         find_base(make_adapter(tmp_path / "adapter"))
+
+
+def test_an_average_is_of_a_model_without_files_and_with_a_link_to_nothing(tmp_path):
+    (tmp_path / "epoch_0").mkdir()
+    (tmp_path / "average" / "model").mkdir(parents=True)
+    (tmp_path / "average" / "model" / "config.json").write_text("{}")
+    assert has_average(tmp_path)
+    (tmp_path / "epoch_0" / "notes.json").symlink_to("nowhere")
+    assert not has_average(tmp_path)

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from finch.base.extras import require_extras
+from finch.base.log import printable
 from finch.evaluation.commands.arguments import find_models
 from finch.models.hf_config import check_folder
 
@@ -26,4 +27,5 @@ def main(parsed: argparse.Namespace) -> None:
         check_folder(path, option)  # before torch is imported
     from finch.evaluation.wise_ft import wise_ft as interpolate
 
-    print(*interpolate(parsed.base, parsed.tuned, parsed.alpha, parsed.out), sep="\n")
+    for folder in interpolate(parsed.base, parsed.tuned, parsed.alpha, parsed.out):
+        print(printable(str(folder)))

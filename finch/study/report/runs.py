@@ -111,7 +111,7 @@ class Run:
         from finch.checkpoint.reader import list_checkpoints, read_state
 
         for folder in list_checkpoints((self.average_of or self).folder):
-            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
                 return int(read_state(folder)["identity"]["number of samples"])
         return None
 
@@ -145,7 +145,7 @@ class Run:
             return self.average_of.finished_epochs
         if self.config.get("save_best_only"):
             is_finished = status.read(self.folder / run_files.STATUS)["is_finished"]
-            return max((step["epoch"] for step in self.steps), default=0) + bool(is_finished)
+            return max((int(step.get("epoch") or 0) for step in self.steps), default=0) + bool(is_finished)
         written = {number for number, _ in run_files.epoch_folders(self.folder)}
         return max(written) + 1 if written and self.config.get("save_last_epoch_only") else len(written)
 

@@ -176,6 +176,8 @@ def name_places(axes: Axes, names: Iterable[Name]) -> None:
 
 def save(figure: Figure, folder: Path, name: str, title: str, caption: str) -> Drawing:
     """Writes NAME.svg and NAME.png, on white."""
+    # A probe may be called anything: the name is one of files, and of elements of the page.
+    name = re.sub(r"[^\w-]", lambda sign: f".{ord(sign[0]):x}", name)
     return Drawing(name, title, caption, _inline(write(figure, folder / name), name, f"{title}. {caption}"))
 
 
@@ -205,4 +207,5 @@ def _inline(text: str, name: str, description: str) -> str:
     for variable, colour in COLOURS.items():
         text = re.sub(f"{colour}\\b", f"var(--{variable})", text, flags=re.IGNORECASE)
     label = printable(description).replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-    return re.sub(r'<svg width="[^"]*" height="[^"]*"', f'<svg role="img" aria-label="{label}"', text, count=1)
+    start = f'<svg role="img" aria-label="{label}"'
+    return re.sub(r'<svg width="[^"]*" height="[^"]*"', lambda _: start, text, count=1)

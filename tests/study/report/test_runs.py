@@ -56,6 +56,23 @@ def test_rows_are_those_that_were_trained(tmp_path):
     assert read_runs([run])[0].num_rows is None
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"identity": {"number of samples": Infinity}}', None])
+def test_rows_of_a_damaged_state_are_unknown(tmp_path, text):
+    """None: a pipe."""
+    run = make_run(tmp_path / "a", "sft", 1e-5, base=None)
+    (run / "checkpoints" / "step_3").mkdir(parents=True)
+    (run / "checkpoints" / "step_3" / "manifest.json").write_text("{}")
+    state = run / "checkpoints" / "step_3" / "state.json"
+    os.mkfifo(state) if text is None else state.write_text(text)
+    assert read_runs([run])[0].num_rows is None
+
+
+def test_steps_without_an_epoch_are_of_the_first(tmp_path):
+    run = make_run(tmp_path / "a", "sft", 1e-5, base=None, config={"save_best_only": True})
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    assert read_runs([run])[0].finished_epochs == 0
+
+
 def test_an_average_is_compared_with_its_run(tmp_path, base_folder):
     """By what `finch average` has measured, next to the run's own start; not once the run has another model."""
     run = make_run(tmp_path / "a", "sft", 1e-5, base=None)
