@@ -26,7 +26,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
@@ -133,8 +132,8 @@ def _metrics_line(text: bytes) -> dict[str, Any] | None:
 
 
 def _is_number(value: Any) -> bool:
-    # False as well for NaN, and for an integer that is too large for float().
-    return value is None or (isinstance(value, (int, float)) and abs(value) <= sys.float_info.max)
+    # False as well for NaN, for an integer that is too large for float(), and for what no fp32 can be: sums of it would overflow.
+    return value is None or (isinstance(value, (int, float)) and abs(value) <= 1e100)
 
 
 def add_dose(total: float, line: Mapping[str, Any]) -> float:

@@ -104,8 +104,8 @@ def _problem(path: str, key: str, node: Any) -> str | None:
     if key == "_component_" or (path in components and node) or key == "prompt_template":
         is_listed = key != "prompt_template" and node in components.get(first, ())
         return None if is_listed else "is not among the components that somebody else's run may name"
-    # URLs, chains of fsspec such as zip::FILE, data URLs, and patterns of all folders below one; a system prompt is free text.
-    if key != "new_system_prompt" and re.search(r"://|::|^data:|\*\*", node):
+    # URLs, chains of fsspec such as zip::FILE, data URLs, and patterns that search the whole disk; a system prompt is free text.
+    if key != "new_system_prompt" and re.search(r"://|::|^data:|^/[^/]*[*?[]", node):
         return "is no path of this machine"
     with contextlib.suppress(OSError, ValueError):  # most texts are no path
         # A pipe would keep its reader waiting, and a device may have no end.

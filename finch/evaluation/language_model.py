@@ -406,7 +406,7 @@ def _around_answer(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str], 
         return "", [], []
     user, answer = {"role": "user", "content": "\ue000"}, {"role": "assistant", "content": "\ue001"}
     try:
-        render = partial(tokenizer.apply_chat_template, tokenize=False)
+        render: Callable[..., str] = partial(tokenizer.apply_chat_template, tokenize=False)  # type: ignore[assignment]
         prompt = str(in_time(partial(render, add_generation_prompt=True), [user]))
         whole = str(in_time(render, [user, answer, user]))
     except Exception:  # Jinja's errors of all kinds: a template for other conversations may fit a task's own prompts

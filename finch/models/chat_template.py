@@ -101,7 +101,8 @@ def read_chat_template(folder: Path) -> str | None:
         return None
     template = read_settings(config).get("chat_template")
     if isinstance(template, list):  # several by name
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[0].get("template") if named else None
         if template is None:
             raise UserError(f"tokenizer: {config} has chat templates, but none named default; name one so")
     return template

@@ -196,7 +196,8 @@ def test_offline_reaches_no_other_machine(tmp_path):
     assert os.path.exists(tmp_path / "socket")
 
 
-def test_a_pattern_does_not_search_a_whole_disk(tmp_path):
-    rows = {**ROWS, "data_files": "/**/*.jsonl"}
+@pytest.mark.parametrize("pattern", ["/**/*.jsonl", "/*/*/*.jsonl", "/h?me/*.jsonl", "/[a-z]*/*.jsonl"])
+def test_a_pattern_does_not_search_a_whole_disk(pattern, tmp_path):
+    read(tmp_path, {**CONFIG, "dataset": {**ROWS, "data_files": "/rows/**/*.jsonl"}})
     with pytest.raises(UserError, match="is no path of this machine"):
-        read(tmp_path, {**CONFIG, "dataset": rows})
+        read(tmp_path, {**CONFIG, "dataset": {**ROWS, "data_files": pattern}})

@@ -342,9 +342,10 @@ def test_named_templates(tmp_path):
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": config["chat_template"]}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
     assert tokenize(qwen3_of(tmp_path), turns("a", "b")) == expected
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named[:1]}))
-    with pytest.raises(UserError, match="none named default"):
-        qwen3_of(tmp_path)
+    for others in (named[:1], [3, {"name": "default"}]):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": others}))
+        with pytest.raises(UserError, match="none named default"):
+            qwen3_of(tmp_path)
 
 
 def test_what_a_tokenizer_file_keeps_of_an_earlier_call_does_not_count(tmp_path):

@@ -109,7 +109,13 @@ def test_a_run_that_begins_anew_keeps_no_line_of_step_0(tmp_path, first_lines, k
 
 
 @pytest.mark.parametrize(
-    "line", [b"\xff\xfe", b"[" * 3000, b'{"step": "2"}', b'{"step": 2, "lr": "high"}', b'{"step": 2, "lr": 1e999}']
+    "line",
+    [
+        b"\xff\xfe",
+        b"[" * 3000,
+        b'{"step": "2"}',
+        *(b'{"step": 2, "lr": %s}' % value for value in (b'"high"', b"1e999", b"-1.7e308")),
+    ],
 )
 def test_a_broken_line_is_left_out_and_said(tmp_path, caplog, line):
     file = tmp_path / "metrics.jsonl"

@@ -214,7 +214,10 @@ def test_slurm_dry_run_prints_an_array_and_what_depends_on_it(grid, tmp_path, ca
     dry_run = ("sweep", file, "--slurm", "--dry-run")
     code, printed, error = finch(capsys, *dry_run, "--gpus-per-node=2", "--jobs", "4", "epochs=2")
     assert code == 0, error
-    assert "evaluate.data_root=/nowhere is no folder on this machine; the evaluation, after all runs, needs it" in caplog.text
+    assert (
+        "evaluate.data_root=/nowhere is no folder on this machine; the evaluation, after all runs, needs it"
+        in caplog.text
+    )
     lines = printed.splitlines()
     out = tmp_path / "out"
     assert f"# task 1 of {out}/slurm/cells_0: finch_lora_finetune " in lines[1]
