@@ -151,7 +151,7 @@ class FinchCallback(TrainerCallback, ExportableState):
         if resumed is not None and init == "dataset":
             init = "first_batch"  # without effect: the moving average is restored
         elif init == "dataset":
-            batch_size = _batch_size(args, state)
+            batch_size = _batch_size(args, state, loader)
             init, num_targets = mean_dataset_loss(model, loader, batch_size, args.device)
             logger.info(f"FINCH: mean loss before training {init:.4f} nats over {num_targets:,} target tokens")
         options = dict(self._options)
@@ -393,6 +393,7 @@ class SelfReplay(TrainerCallback):
         self._is_within_epoch = state.global_step > 0 and not args.ignore_data_skip
         self._is_sharded = has_module(model, FSDPModule)
         self._micro_batches = len(loader) if has_length(loader) else None
+        self._batch_size = _batch_size(args, state, loader)
         _remove_replay_hook(model)  # left by a run that ended with an error
         _replay_hooks[model] = model.register_forward_hook(self._add_term)
 
@@ -409,7 +410,7 @@ class SelfReplay(TrainerCallback):
         slots = number * args.world_size
         # With split_batches a loader's batch is that of all ranks.
         ranks = 1 if getattr(args.accelerator_config, "split_batches", False) else args.world_size
-        full = args.gradient_accumulation_steps * ranks * _batch_size(args, state)
+        full = args.gradient_accumulation_steps * ranks * self._batch_size
         rows = step_rows(self._answers, state.global_step, number=rows_in_step(self._share, full), seed=self._seed)
         self._shares = [rows[slot::slots] for slot in range(args.process_index, slots, args.world_size)]
         self._num_tokens, self._kl = sum(len(row.top) for row in rows), torch.zeros((), device=args.device)
@@ -714,8 +715,12 @@ def _digest(settings: Any) -> str:
     return hashlib.sha256(repr(settings).encode()).hexdigest()
 
 
-def _batch_size(args: TrainingArguments, state: TrainerState) -> int:
-    return (state.train_batch_size if args.auto_find_batch_size else None) or args.per_device_train_batch_size
+def _batch_size(args: TrainingArguments, state: TrainerState, loader: Any) -> int:
+    if not args.auto_find_batch_size:
+        return args.per_device_train_batch_size
+    # In a resumed run the state has its checkpoint's, also where a smaller one is tried.
+    found = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return found or state.train_batch_size or args.per_device_train_batch_size
 
 
 def _stop_tokens(model: Any, tokenizer: Any) -> list[int]:

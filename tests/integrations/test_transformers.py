@@ -563,10 +563,9 @@ def test_a_stream_is_replayed_to(tmp_path):
 def test_replayed_rows_are_a_share_of_the_batch_of_all_ranks(is_split):
     replay, found = SelfReplay(share=0.5), []
     replay._answers = own_answers(make_model(), [[1], [5, 2]], stop_tokens=[3], max_new_tokens=2)
-    replay._micro_batches = None
+    replay._micro_batches, replay._batch_size = None, 4
     for rank in range(2):
-        options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "device": "cpu"}
-        options |= {"world_size": 2, "process_index": rank, "auto_find_batch_size": False}
+        options = {"gradient_accumulation_steps": 2, "device": "cpu", "world_size": 2, "process_index": rank}
         config = SimpleNamespace(split_batches=is_split)
         args: Any = SimpleNamespace(**options, accelerator_config=config)
         replay.on_step_begin(args, SimpleNamespace(global_step=0))  # type: ignore[arg-type]
@@ -625,6 +624,29 @@ def test_a_smaller_batch_that_is_tried_replays_the_first_models_answers(tmp_path
     assert batches == [4, 4, 4, *[smaller] * 4]
     kept = read_answers(tmp_path / ANSWERS_FILE)
     assert [each.log_probs.tolist() for each in kept] == [each.log_probs.tolist() for each in before]
+
+
+def test_resumed_run_that_tries_a_smaller_batch_replays_a_share_of_it(tmp_path):
+    model, replay, counts = make_model(), SelfReplay(prompts=["a", "b"], max_new_tokens=2, share=1.0), []
+
+    def fail(module: Any, args: Any, kwargs: Any) -> None:
+        if "labels" in kwargs and len(kwargs["input_ids"]) > 2:
+            raise RuntimeError("CUDA out of memory.")
+
+    class Counting(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            counts.append((trainer._train_batch_size, sum(map(len, shares))))
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            shares[:] = replay._shares
+
+    shares: list[Any] = []
+    changes = {"auto_find_batch_size": True, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    for steps, resumed in ((1, None), (2, True)):
+        trainer = replaying(tmp_path, finch(), replay, Counting(), model=model, max_steps=steps, **changes)
+        trainer.train(resume_from_checkpoint=resumed)
+        model.register_forward_pre_hook(fail, with_kwargs=True)
+    assert counts == [(3, 3), (2, 2)]
 
 
 def test_prompt_tuned_model_is_measured_at_its_answers():
