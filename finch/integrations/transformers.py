@@ -557,25 +557,29 @@ class ForgettingCallback(TrainerCallback):
         self._answers = _kept(file, args, state, make, self._answers if self._of() is model else [], settings)
         self._of = weakref.ref(model)
         self._interval = self._every_n_steps or math.ceil(state.max_steps / 10)
-        return self._measure(model, state, control)
+        return self._measure(model, state, control, kwargs.get("optimizer"))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         is_due = state.global_step % self._interval == 0 or state.global_step == state.max_steps
-        return self._measure(kwargs["model"], state, control) if is_due else control
+        return self._measure(kwargs["model"], state, control, kwargs.get("optimizer")) if is_due else control
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._step != state.global_step or args.load_best_model_at_end:  # which is loaded by now
-            self._measure(kwargs["model"], state, control)
+        is_best = args.load_best_model_at_end  # loaded by now, so that the optimizer must not change it
+        if self._step != state.global_step or is_best:
+            self._measure(kwargs["model"], state, control, None if is_best else kwargs.get("optimizer"))
         interval = f" [{self.metrics['kl_low']:.4f}, {self.metrics['kl_high']:.4f}]" if "kl_low" in self.metrics else ""
         self._answers, moved = [], describe(self.metrics)
         logger.info(f"forgetting: KL {self.metrics['kl']:.4f}{interval} nats per token{moved and f'; {moved}'}")
 
-    def _measure(self, model: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+    def _measure(self, model: Any, state: TrainerState, control: TrainerControl, optimizer: Any) -> TrainerControl:
         self._step = state.global_step
+        # As before the Trainer's evaluation: a schedule-free optimizer trains other weights than those that are kept. The next step calls train().
+        if callable(getattr(optimizer, "eval", None)):
+            optimizer.eval()
         counts = [len(answer.top) for answer in self._answers]
         self.metrics = divergence(answer_kl(model, self._answers), counts, self._groups)
         shown = {

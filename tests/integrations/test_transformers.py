@@ -718,6 +718,36 @@ def test_forgetting_of_the_best_model_is_measured(tmp_path):
     assert values[-1] == pytest.approx(values[best_step], rel=1e-5)
 
 
+def test_forgetting_is_of_the_weights_that_a_schedule_free_optimizer_keeps(tmp_path):
+    """Its ``eval`` puts them in the place of those that it trains, here further away; the Trainer calls it where it evaluates."""
+
+    class Averaging(torch.optim.SGD):
+        shift = 0.0
+
+        def train(self) -> None:
+            self._move(0.0)
+
+        def eval(self) -> None:
+            self._move(0.05)
+
+        def _move(self, shift: float) -> None:
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.add_(torch.arange(parameter.shape[-1]) % 2 * (shift - self.shift))
+            self.shift = shift
+
+    model = make_model()
+    optimizer = Averaging(model.parameters(), lr=ETA_BASE)
+    optimizer.eval()  # the start is that of the answers
+    changes = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": ROWS[:3], "optimizers": (optimizer, None)}
+    trainer = measured(tmp_path, every_n_steps=1, max_steps=2, trainer={"model": model, **changes})
+    trainer.train()
+    answers = read_answers(tmp_path / "forgetting.safetensors")
+    assert optimizer.shift == 0.05
+    kept = answer_kl(model, answers).sum() / sum(len(answer.top) for answer in answers)
+    assert forgotten(trainer)[2] == pytest.approx(float(kept), rel=1e-5)
+
+
 def test_run_that_measures_is_resumed_on_another_day(tmp_path, monkeypatch):
     """Its chat template writes the date."""
     tokenizer = tokenizer_of_words()
