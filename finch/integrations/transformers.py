@@ -366,6 +366,10 @@ class SelfReplay(TrainerCallback):
             raise UserError(
                 "SelfReplay runs the model twice in a step, which FSDP1 and DeepSpeed do not allow here; use DDP or FSDP2, or finch's recipe"
             )
+        if args.n_gpu > 1:
+            raise UserError(
+                f"n_gpu={args.n_gpu}: SelfReplay cannot run the replicas of DataParallel; start with torchrun or accelerate launch"
+            )
         if (getattr(model, "_tp_size", None) or 1) > 1:
             raise UserError(
                 "SelfReplay shards the replayed rows over the ranks, which tensor parallel does not support; use DDP or FSDP2"
