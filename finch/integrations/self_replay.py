@@ -98,7 +98,9 @@ def answer_tokens(
             f"model={type(model).__name__}: it has no generate, so that it cannot answer prompts; take a causal LM"
         )
     if not all(map(len, prompts)):
-        raise UserError("prompts: one has no token, so that its first answer token has no distribution; begin it with BOS or EOS")
+        raise UserError(
+            "prompts: one has no token, so that its first answer token has no distribution; begin it with BOS or EOS"
+        )
     draws = uniform_draws(len(prompts), max_new_tokens, stream).to(next(model.parameters()).device)
     found: list[list[int]] = []
     with evaluating(model), _replaying(model):

@@ -644,7 +644,12 @@ def test_resumed_run_that_tries_a_smaller_batch_replays_a_share_of_it(tmp_path):
             shares[:] = replay._shares
 
     shares: list[Any] = []
-    changes = {"auto_find_batch_size": True, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    changes = {
+        "auto_find_batch_size": True,
+        "gradient_accumulation_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
     for steps, resumed in ((1, None), (2, True)):
         trainer = replaying(tmp_path, finch(), replay, Counting(), model=model, max_steps=steps, **changes)
         trainer.train(resume_from_checkpoint=resumed)
