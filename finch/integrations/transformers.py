@@ -23,7 +23,7 @@ from finch.base.errors import UserError
 from finch.base.extras import require_extras
 from finch.base.log import logger
 from finch.data.skills import skill_rows
-from finch.integrations.objective_loss import LossReader, ObjectiveLoss
+from finch.integrations.objective_loss import LossReader, ObjectiveLoss, shift, uniform_loss
 from finch.integrations.self_replay import (
     Answer,
     answer_kl,
@@ -170,7 +170,9 @@ class FinchCallback(TrainerCallback, ExportableState):
             )
         if resumed is not None:
             self.schedule.load_state_dict(resumed)
-        self._learning_rate = args.learning_rate
+        self._learning_rate, self._smoothing = args.learning_rate, args.label_smoothing_factor
+        is_smooth = self._checks_loss and state.global_step == 0 and self._smoothing > 0
+        self._uniform_loss = MeanLoss() if is_smooth else None  # of the first step
         self._attach(model, optimizer, loader)
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -184,6 +186,10 @@ class FinchCallback(TrainerCallback, ExportableState):
             )
         self._reader.decide()
         self._loss, num_targets = self._step_loss.compute()
+        self._smooth_loss = self._loss
+        if self._uniform_loss is not None:
+            self._smooth_loss = self._loss.lerp(self._uniform_loss.compute()[0], self._smoothing)
+            self._uniform_loss = None
         self._was_stepped = False
         if not self.schedule.step(self._loss, num_targets):
             for optimizer in self.schedule.optimizers:
@@ -211,7 +217,7 @@ class FinchCallback(TrainerCallback, ExportableState):
             return
         _add_to_logs(logs, state, "ema_loss", self.schedule.ema_loss)
         if state.global_step == 1 and self._checks_loss and _reports_token_mean(args):
-            self._check_loss(float(logs["loss"]), float(self._loss))
+            self._check_loss(float(logs["loss"]), float(self._loss), float(self._smooth_loss))
 
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         _remove_hooks(kwargs["model"])
@@ -290,12 +296,21 @@ class FinchCallback(TrainerCallback, ExportableState):
             self._lacks_labels = True  # no error here: after an interrupt the hook is left in models that others train
             return
         self._step_loss.update(*self._reader.read(output, batch))
+        if self._uniform_loss is not None and batch["labels"] is not None:
+            self._uniform_loss.update(*uniform_loss(output.logits, shift(batch["labels"])))
 
     def _note_step(self, *args: Any) -> None:
         self._was_stepped = True
 
-    def _check_loss(self, logged: float, loss: float) -> None:
-        if math.isfinite(loss) and not math.isclose(logged, loss, rel_tol=_TOLERANCE, abs_tol=1e-3):
+    def _check_loss(self, logged: float, loss: float, smooth: float) -> None:
+        is_any = any(math.isclose(logged, each, rel_tol=_TOLERANCE, abs_tol=1e-3) for each in (loss, smooth))
+        if math.isfinite(loss) and not is_any and self._smoothing > 0:
+            raise UserError(
+                f"loss={logged:.4f}: the Trainer's loss is not the smoothed one of the next tokens, which is {smooth:.4f}: with label_smoothing_factor "
+                "transformers shifts the labels only of a class that it knows by name, not of a compiled, FSDP2 or derived one; leave it out, or take "
+                "SFTTrainer"
+            )
+        if math.isfinite(loss) and not is_any:
             raise UserError(
                 f"loss={logged:.4f}: the Trainer's loss is not the mean cross-entropy over the target tokens, which is {loss:.4f}; FINCH "
                 "follows the latter: leave out the custom loss, use ObjectiveLoss, or pass check_loss=False if this is on purpose"
@@ -804,8 +819,7 @@ def _is_constant(lr_scheduler: Any) -> bool:
 
 def _reports_token_mean(args: TrainingArguments) -> bool:
     """Whether the Trainer's logged loss should be the mean over all target tokens of the step."""
-    is_global = args.average_tokens_across_devices or args.world_size == 1
-    return is_global and args.label_smoothing_factor == 0
+    return args.average_tokens_across_devices or args.world_size == 1
 
 
 def _remove_replay_hook(model: nn.Module) -> None:

@@ -413,6 +413,23 @@ def test_loss_other_than_the_token_mean_is_refused(tmp_path):
     train(tmp_path, finch(), compute_loss_func=popped_labels)  # a custom loss that is the mean
 
 
+def test_smoothed_loss_of_labels_that_are_not_shifted_is_refused(tmp_path):
+    """transformers shifts them only for classes that it knows by name."""
+    changes = {"label_smoothing_factor": 0.3, "max_steps": 1}
+    for kind in (transformers.LlamaForCausalLM, type("Own", (transformers.LlamaForCausalLM,), {})):
+        torch.manual_seed(0)
+        model = kind(make_model().config)
+        with torch.no_grad():  # of random weights both losses are that of a guess
+            model.lm_head.weight.copy_(model.model.embed_tokens.weight).mul_(20)
+        callback = finch(init="first_batch")
+        if kind is transformers.LlamaForCausalLM:
+            trainer = train(tmp_path, callback, model=model, **changes)
+            assert logged(trainer) == pytest.approx([float(callback._smooth_loss)], rel=1e-4)
+        else:
+            with pytest.raises(UserError, match=r"^loss=\d.* is not the smoothed one of the next tokens"):
+                train(tmp_path, callback, model=model, **changes)
+
+
 def test_objective_that_the_trainer_lacks_is_refused(tmp_path):
     with pytest.raises(UserError, match="give the same ObjectiveLoss to the Trainer"):
         train(tmp_path, finch(compute_loss_func=ObjectiveLoss(DFT())))
