@@ -89,6 +89,15 @@ def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return losses.view_as(targets)
 
 
+@torch.no_grad()
+def uniform_loss(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What label smoothing adds a share of: the cross-entropies against all tokens alike, [] their sum over the targets in nats, and [] their number.
+    Arguments as for :func:`token_losses`."""
+    is_target = targets.to(logits.device) != IGNORE_INDEX
+    losses = -logits[:, -targets.shape[1] :].float().log_softmax(-1).mean(-1)
+    return (losses * is_target).double().sum(), is_target.sum()
+
+
 class LossReader:
     """Sums the unweighted cross-entropies of a batch, without a second pass over the logits where the model's own loss will do.
 

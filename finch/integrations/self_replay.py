@@ -92,10 +92,14 @@ def answer_tokens(
     temperature: float = 0.0,
     stream: int = 0,
 ) -> list[list[int]]:
-    """The tokens of the answers alone; arguments as for :func:`own_answers`. Raises UserError if the model has no ``generate``."""
+    """The tokens of the answers alone; arguments as for :func:`own_answers`. Raises UserError if the model has no ``generate``, or a prompt no token."""
     if not hasattr(model, "generate"):
         raise UserError(
             f"model={type(model).__name__}: it has no generate, so that it cannot answer prompts; take a causal LM"
+        )
+    if not all(map(len, prompts)):
+        raise UserError(
+            "prompts: one has no token, so that its first answer token has no distribution; begin it with BOS or EOS"
         )
     draws = uniform_draws(len(prompts), max_new_tokens, stream).to(next(model.parameters()).device)
     found: list[list[int]] = []

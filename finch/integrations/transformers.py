@@ -23,7 +23,7 @@ from finch.base.errors import UserError
 from finch.base.extras import require_extras
 from finch.base.log import logger
 from finch.data.skills import skill_rows
-from finch.integrations.objective_loss import LossReader, ObjectiveLoss
+from finch.integrations.objective_loss import LossReader, ObjectiveLoss, shift, uniform_loss
 from finch.integrations.self_replay import (
     Answer,
     answer_kl,
@@ -151,7 +151,7 @@ class FinchCallback(TrainerCallback, ExportableState):
         if resumed is not None and init == "dataset":
             init = "first_batch"  # without effect: the moving average is restored
         elif init == "dataset":
-            batch_size = _batch_size(args, state)
+            batch_size = _batch_size(args, state, loader)
             init, num_targets = mean_dataset_loss(model, loader, batch_size, args.device)
             logger.info(f"FINCH: mean loss before training {init:.4f} nats over {num_targets:,} target tokens")
         options = dict(self._options)
@@ -170,7 +170,9 @@ class FinchCallback(TrainerCallback, ExportableState):
             )
         if resumed is not None:
             self.schedule.load_state_dict(resumed)
-        self._learning_rate = args.learning_rate
+        self._learning_rate, self._smoothing = args.learning_rate, args.label_smoothing_factor
+        is_smooth = self._checks_loss and state.global_step == 0 and self._smoothing > 0
+        self._uniform_loss = MeanLoss() if is_smooth else None  # of the first step
         self._attach(model, optimizer, loader)
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -184,6 +186,10 @@ class FinchCallback(TrainerCallback, ExportableState):
             )
         self._reader.decide()
         self._loss, num_targets = self._step_loss.compute()
+        self._smooth_loss = self._loss
+        if self._uniform_loss is not None:
+            self._smooth_loss = self._loss.lerp(self._uniform_loss.compute()[0], self._smoothing)
+            self._uniform_loss = None
         self._was_stepped = False
         if not self.schedule.step(self._loss, num_targets):
             for optimizer in self.schedule.optimizers:
@@ -211,7 +217,7 @@ class FinchCallback(TrainerCallback, ExportableState):
             return
         _add_to_logs(logs, state, "ema_loss", self.schedule.ema_loss)
         if state.global_step == 1 and self._checks_loss and _reports_token_mean(args):
-            self._check_loss(float(logs["loss"]), float(self._loss))
+            self._check_loss(float(logs["loss"]), float(self._loss), float(self._smooth_loss))
 
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         _remove_hooks(kwargs["model"])
@@ -290,12 +296,21 @@ class FinchCallback(TrainerCallback, ExportableState):
             self._lacks_labels = True  # no error here: after an interrupt the hook is left in models that others train
             return
         self._step_loss.update(*self._reader.read(output, batch))
+        if self._uniform_loss is not None and batch["labels"] is not None:
+            self._uniform_loss.update(*uniform_loss(output.logits, shift(batch["labels"])))
 
     def _note_step(self, *args: Any) -> None:
         self._was_stepped = True
 
-    def _check_loss(self, logged: float, loss: float) -> None:
-        if math.isfinite(loss) and not math.isclose(logged, loss, rel_tol=_TOLERANCE, abs_tol=1e-3):
+    def _check_loss(self, logged: float, loss: float, smooth: float) -> None:
+        is_any = any(math.isclose(logged, each, rel_tol=_TOLERANCE, abs_tol=1e-3) for each in (loss, smooth))
+        if math.isfinite(loss) and not is_any and self._smoothing > 0:
+            raise UserError(
+                f"loss={logged:.4f}: the Trainer's loss is not the smoothed one of the next tokens, which is {smooth:.4f}: with label_smoothing_factor "
+                "transformers shifts the labels only of a class that it knows by name, not of a compiled, FSDP2 or derived one; leave it out, or take "
+                "SFTTrainer"
+            )
+        if math.isfinite(loss) and not is_any:
             raise UserError(
                 f"loss={logged:.4f}: the Trainer's loss is not the mean cross-entropy over the target tokens, which is {loss:.4f}; FINCH "
                 "follows the latter: leave out the custom loss, use ObjectiveLoss, or pass check_loss=False if this is on purpose"
@@ -366,6 +381,10 @@ class SelfReplay(TrainerCallback):
             raise UserError(
                 "SelfReplay runs the model twice in a step, which FSDP1 and DeepSpeed do not allow here; use DDP or FSDP2, or finch's recipe"
             )
+        if args.n_gpu > 1:
+            raise UserError(
+                f"n_gpu={args.n_gpu}: SelfReplay cannot run the replicas of DataParallel; start with torchrun or accelerate launch"
+            )
         if (getattr(model, "_tp_size", None) or 1) > 1:
             raise UserError(
                 "SelfReplay shards the replayed rows over the ranks, which tensor parallel does not support; use DDP or FSDP2"
@@ -393,6 +412,7 @@ class SelfReplay(TrainerCallback):
         self._is_within_epoch = state.global_step > 0 and not args.ignore_data_skip
         self._is_sharded = has_module(model, FSDPModule)
         self._micro_batches = len(loader) if has_length(loader) else None
+        self._batch_size = _batch_size(args, state, loader)
         _remove_replay_hook(model)  # left by a run that ended with an error
         _replay_hooks[model] = model.register_forward_hook(self._add_term)
 
@@ -409,7 +429,7 @@ class SelfReplay(TrainerCallback):
         slots = number * args.world_size
         # With split_batches a loader's batch is that of all ranks.
         ranks = 1 if getattr(args.accelerator_config, "split_batches", False) else args.world_size
-        full = args.gradient_accumulation_steps * ranks * _batch_size(args, state)
+        full = args.gradient_accumulation_steps * ranks * self._batch_size
         rows = step_rows(self._answers, state.global_step, number=rows_in_step(self._share, full), seed=self._seed)
         self._shares = [rows[slot::slots] for slot in range(args.process_index, slots, args.world_size)]
         self._num_tokens, self._kl = sum(len(row.top) for row in rows), torch.zeros((), device=args.device)
@@ -556,25 +576,29 @@ class ForgettingCallback(TrainerCallback):
         self._answers = _kept(file, args, state, make, self._answers if self._of() is model else [], settings)
         self._of = weakref.ref(model)
         self._interval = self._every_n_steps or math.ceil(state.max_steps / 10)
-        return self._measure(model, state, control)
+        return self._measure(model, state, control, kwargs.get("optimizer"))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         is_due = state.global_step % self._interval == 0 or state.global_step == state.max_steps
-        return self._measure(kwargs["model"], state, control) if is_due else control
+        return self._measure(kwargs["model"], state, control, kwargs.get("optimizer")) if is_due else control
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._step != state.global_step or args.load_best_model_at_end:  # which is loaded by now
-            self._measure(kwargs["model"], state, control)
+        is_best = args.load_best_model_at_end  # loaded by now, so that the optimizer must not change it
+        if self._step != state.global_step or is_best:
+            self._measure(kwargs["model"], state, control, None if is_best else kwargs.get("optimizer"))
         interval = f" [{self.metrics['kl_low']:.4f}, {self.metrics['kl_high']:.4f}]" if "kl_low" in self.metrics else ""
         self._answers, moved = [], describe(self.metrics)
         logger.info(f"forgetting: KL {self.metrics['kl']:.4f}{interval} nats per token{moved and f'; {moved}'}")
 
-    def _measure(self, model: Any, state: TrainerState, control: TrainerControl) -> TrainerControl:
+    def _measure(self, model: Any, state: TrainerState, control: TrainerControl, optimizer: Any) -> TrainerControl:
         self._step = state.global_step
+        # As before the Trainer's evaluation: a schedule-free optimizer trains other weights than those that are kept. The next step calls train().
+        if callable(getattr(optimizer, "eval", None)):
+            optimizer.eval()
         counts = [len(answer.top) for answer in self._answers]
         self.metrics = divergence(answer_kl(model, self._answers), counts, self._groups)
         shown = {
@@ -714,8 +738,12 @@ def _digest(settings: Any) -> str:
     return hashlib.sha256(repr(settings).encode()).hexdigest()
 
 
-def _batch_size(args: TrainingArguments, state: TrainerState) -> int:
-    return (state.train_batch_size if args.auto_find_batch_size else None) or args.per_device_train_batch_size
+def _batch_size(args: TrainingArguments, state: TrainerState, loader: Any) -> int:
+    if not args.auto_find_batch_size:
+        return args.per_device_train_batch_size
+    # In a resumed run the state has its checkpoint's, also where a smaller one is tried.
+    found = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return found or state.train_batch_size or args.per_device_train_batch_size
 
 
 def _stop_tokens(model: Any, tokenizer: Any) -> list[int]:
@@ -791,8 +819,7 @@ def _is_constant(lr_scheduler: Any) -> bool:
 
 def _reports_token_mean(args: TrainingArguments) -> bool:
     """Whether the Trainer's logged loss should be the mean over all target tokens of the step."""
-    is_global = args.average_tokens_across_devices or args.world_size == 1
-    return is_global and args.label_smoothing_factor == 0
+    return args.average_tokens_across_devices or args.world_size == 1
 
 
 def _remove_replay_hook(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 import pytest
 from helpers.causal_lm import make_model
 
+from finch.base.errors import UserError
 from finch.integrations.self_replay import answer_kl, measured_answers, own_answers
 
 
@@ -19,3 +20,9 @@ def test_modules_keep_their_modes(is_training):
     assert [module.training for module in model.modules()] == modes
     answer_kl(model, answers)
     assert [module.training for module in model.modules()] == modes
+
+
+def test_prompt_without_a_token_is_refused():
+    """Its answer's first token has no distribution, and the mean over the tokens of such answers alone would be NaN."""
+    with pytest.raises(UserError, match=r"^prompts: one has no token"):
+        own_answers(make_model(), [[1], []], stop_tokens=[2], max_new_tokens=2)

@@ -413,6 +413,23 @@ def test_loss_other_than_the_token_mean_is_refused(tmp_path):
     train(tmp_path, finch(), compute_loss_func=popped_labels)  # a custom loss that is the mean
 
 
+def test_smoothed_loss_of_labels_that_are_not_shifted_is_refused(tmp_path):
+    """transformers shifts them only for classes that it knows by name."""
+    changes = {"label_smoothing_factor": 0.3, "max_steps": 1}
+    for kind in (transformers.LlamaForCausalLM, type("Own", (transformers.LlamaForCausalLM,), {})):
+        torch.manual_seed(0)
+        model = kind(make_model().config)
+        with torch.no_grad():  # of random weights both losses are that of a guess
+            model.lm_head.weight.copy_(model.model.embed_tokens.weight).mul_(20)
+        callback = finch(init="first_batch")
+        if kind is transformers.LlamaForCausalLM:
+            trainer = train(tmp_path, callback, model=model, **changes)
+            assert logged(trainer) == pytest.approx([float(callback._smooth_loss)], rel=1e-4)
+        else:
+            with pytest.raises(UserError, match=r"^loss=\d.* is not the smoothed one of the next tokens"):
+                train(tmp_path, callback, model=model, **changes)
+
+
 def test_objective_that_the_trainer_lacks_is_refused(tmp_path):
     with pytest.raises(UserError, match="give the same ObjectiveLoss to the Trainer"):
         train(tmp_path, finch(compute_loss_func=ObjectiveLoss(DFT())))
@@ -515,8 +532,11 @@ def test_replay_that_would_not_train_is_refused(tmp_path):
         replaying(tmp_path, replay, cls=Evaluating).train()
     with pytest.raises(UserError, match="two SelfReplay callbacks"):
         replaying(tmp_path, replay, SelfReplay(prompts=["a"])).train()
-    args: Any = SimpleNamespace(fp16=False, world_size=2, gradient_checkpointing_kwargs={"use_reentrant": True})
+    reentrant = {"use_reentrant": True}
+    args: Any = SimpleNamespace(fp16=False, n_gpu=1, world_size=2, gradient_checkpointing_kwargs=reentrant)
     state: Any = SimpleNamespace()
+    with pytest.raises(UserError, match=r"^n_gpu=2: SelfReplay cannot run the replicas of DataParallel"):
+        replay.on_train_begin(SimpleNamespace(n_gpu=2), state, model=make_model())  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"^gradient_checkpointing_kwargs: use_reentrant=True with DDP"):
         replay.on_train_begin(args, state, model=make_model())
     with pytest.raises(UserError, match=r"^fp16 scales the loss"):
@@ -563,10 +583,9 @@ def test_a_stream_is_replayed_to(tmp_path):
 def test_replayed_rows_are_a_share_of_the_batch_of_all_ranks(is_split):
     replay, found = SelfReplay(share=0.5), []
     replay._answers = own_answers(make_model(), [[1], [5, 2]], stop_tokens=[3], max_new_tokens=2)
-    replay._micro_batches = None
+    replay._micro_batches, replay._batch_size = None, 4
     for rank in range(2):
-        options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "device": "cpu"}
-        options |= {"world_size": 2, "process_index": rank, "auto_find_batch_size": False}
+        options = {"gradient_accumulation_steps": 2, "device": "cpu", "world_size": 2, "process_index": rank}
         config = SimpleNamespace(split_batches=is_split)
         args: Any = SimpleNamespace(**options, accelerator_config=config)
         replay.on_step_begin(args, SimpleNamespace(global_step=0))  # type: ignore[arg-type]
@@ -625,6 +644,34 @@ def test_a_smaller_batch_that_is_tried_replays_the_first_models_answers(tmp_path
     assert batches == [4, 4, 4, *[smaller] * 4]
     kept = read_answers(tmp_path / ANSWERS_FILE)
     assert [each.log_probs.tolist() for each in kept] == [each.log_probs.tolist() for each in before]
+
+
+def test_resumed_run_that_tries_a_smaller_batch_replays_a_share_of_it(tmp_path):
+    model, replay, counts = make_model(), SelfReplay(prompts=["a", "b"], max_new_tokens=2, share=1.0), []
+
+    def fail(module: Any, args: Any, kwargs: Any) -> None:
+        if "labels" in kwargs and len(kwargs["input_ids"]) > 2:
+            raise RuntimeError("CUDA out of memory.")
+
+    class Counting(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            counts.append((trainer._train_batch_size, sum(map(len, shares))))
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            shares[:] = replay._shares
+
+    shares: list[Any] = []
+    changes = {
+        "auto_find_batch_size": True,
+        "gradient_accumulation_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
+    for steps, resumed in ((1, None), (2, True)):
+        trainer = replaying(tmp_path, finch(), replay, Counting(), model=model, max_steps=steps, **changes)
+        trainer.train(resume_from_checkpoint=resumed)
+        model.register_forward_pre_hook(fail, with_kwargs=True)
+    assert counts == [(3, 3), (2, 2)]
 
 
 def test_prompt_tuned_model_is_measured_at_its_answers():
@@ -694,6 +741,36 @@ def test_forgetting_of_the_best_model_is_measured(tmp_path):
     best_step = int(trainer.state.best_model_checkpoint.rpartition("-")[2])
     assert best_step < 3
     assert values[-1] == pytest.approx(values[best_step], rel=1e-5)
+
+
+def test_forgetting_is_of_the_weights_that_a_schedule_free_optimizer_keeps(tmp_path):
+    """Its ``eval`` puts them in the place of those that it trains, here further away; the Trainer calls it where it evaluates."""
+
+    class Averaging(torch.optim.SGD):
+        shift = 0.0
+
+        def train(self) -> None:
+            self._move(0.0)
+
+        def eval(self) -> None:
+            self._move(0.05)
+
+        def _move(self, shift: float) -> None:
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.add_(torch.arange(parameter.shape[-1]) % 2 * (shift - self.shift))
+            self.shift = shift
+
+    model = make_model()
+    optimizer = Averaging(model.parameters(), lr=ETA_BASE)
+    optimizer.eval()  # the start is that of the answers
+    changes = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": ROWS[:3], "optimizers": (optimizer, None)}
+    trainer = measured(tmp_path, every_n_steps=1, max_steps=2, trainer={"model": model, **changes})
+    trainer.train()
+    answers = read_answers(tmp_path / "forgetting.safetensors")
+    assert optimizer.shift == 0.05
+    kept = answer_kl(model, answers).sum() / sum(len(answer.top) for answer in answers)
+    assert forgotten(trainer)[2] == pytest.approx(float(kept), rel=1e-5)
 
 
 def test_run_that_measures_is_resumed_on_another_day(tmp_path, monkeypatch):
