@@ -1,6 +1,7 @@
 """Which folder of a run is evaluated, and what is refused before any weights are loaded."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -160,7 +161,9 @@ def test_folder_that_is_no_model_is_refused(base, base_folder, tmp_path):
 def test_an_average_is_of_a_model_without_files_and_with_a_link_to_nothing(tmp_path):
     (tmp_path / "epoch_0").mkdir()
     (tmp_path / "average" / "model").mkdir(parents=True)
-    (tmp_path / "average" / "model" / "config.json").write_text("{}")
+    config = tmp_path / "average" / "model" / "config.json"
+    config.write_text("{}")
     assert has_average(tmp_path)
+    os.utime(config, (1, 1))
     (tmp_path / "epoch_0" / "notes.json").symlink_to("nowhere")
     assert not has_average(tmp_path)
