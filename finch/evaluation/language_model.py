@@ -31,7 +31,7 @@ from finch.base.log import logger
 from finch.distributed.parallel import Parallel
 from finch.evaluation.loading import hash_values
 from finch.evaluation.progress import EvaluationProgress
-from finch.models.chat_environment import CPU_SECONDS, in_time
+from finch.models.chat_environment import in_time
 
 _TOKENS_PER_REQUEST = 5
 """Generated tokens that take about as long as a log-likelihood; measured on a CPU, estimated for a GPU."""
@@ -223,9 +223,7 @@ class LanguageModel(HFLM):
         try:
             text: str = in_time(lambda turns: render(turns, add_generation_prompt), chat_history)
         except TimeoutError as error:
-            raise UserError(
-                f"{self._name}: its chat template does not end well (a row took {CPU_SECONDS} s)"
-            ) from error
+            raise UserError(f"{self._name}: {error}") from error
         return text + self._answer_prefix
 
     # Between processes, in place of accelerate's.
@@ -405,10 +403,12 @@ def _around_answer(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str], 
     if tokenizer.chat_template is None:
         return "", [], []
     user, answer = {"role": "user", "content": "\ue000"}, {"role": "assistant", "content": "\ue001"}
+
+    def render(turns: list[dict[str, str]]) -> str:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=len(turns) == 1))
+
     try:
-        render: Callable[..., str] = partial(tokenizer.apply_chat_template, tokenize=False)  # type: ignore[assignment]
-        prompt = str(in_time(partial(render, add_generation_prompt=True), [user]))
-        whole = str(in_time(render, [user, answer, user]))
+        prompt, whole = in_time(render, [user]), in_time(render, [user, answer, user])
     except Exception:  # Jinja's errors of all kinds: a template for other conversations may fit a task's own prompts
         return "", [], []
     before, _, after = whole.partition("\ue001")

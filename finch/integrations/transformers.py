@@ -303,18 +303,19 @@ class FinchCallback(TrainerCallback, ExportableState):
         self._was_stepped = True
 
     def _check_loss(self, logged: float, loss: float, smooth: float) -> None:
-        is_any = any(math.isclose(logged, each, rel_tol=_TOLERANCE, abs_tol=1e-3) for each in (loss, smooth))
-        if math.isfinite(loss) and not is_any and self._smoothing > 0:
+        is_either = any(math.isclose(logged, each, rel_tol=_TOLERANCE, abs_tol=1e-3) for each in (loss, smooth))
+        if is_either or not math.isfinite(loss):
+            return
+        if self._smoothing > 0:
             raise UserError(
                 f"loss={logged:.4f}: the Trainer's loss is not the smoothed one of the next tokens, which is {smooth:.4f}: with label_smoothing_factor "
                 "transformers shifts the labels only of a class that it knows by name, not of a compiled, FSDP2 or derived one; leave it out, or take "
                 "SFTTrainer"
             )
-        if math.isfinite(loss) and not is_any:
-            raise UserError(
-                f"loss={logged:.4f}: the Trainer's loss is not the mean cross-entropy over the target tokens, which is {loss:.4f}; FINCH "
-                "follows the latter: leave out the custom loss, use ObjectiveLoss, or pass check_loss=False if this is on purpose"
-            )
+        raise UserError(
+            f"loss={logged:.4f}: the Trainer's loss is not the mean cross-entropy over the target tokens, which is {loss:.4f}; FINCH "
+            "follows the latter: leave out the custom loss, use ObjectiveLoss, or pass check_loss=False if this is on purpose"
+        )
 
     def _saved_state(self, state: TrainerState) -> dict[str, Any]:
         """FINCH's state in the checkpoint that the Trainer has resumed from."""

@@ -19,6 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 CPU_SECONDS, MEMORY_BYTES = 5, 2 * 2**30
+_ENDLESS = f"its chat template does not end well (a row took {CPU_SECONDS} s)"
 RUNAWAY = (RecursionError, MemoryError, ArithmeticError)
 """What a template that does too much ends in; ranges that are too long are an ArithmeticError."""
 RENDER_ERRORS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, *RUNAWAY)
@@ -55,7 +56,7 @@ def environment(strftime_now: Callable[[str], str]) -> ImmutableSandboxedEnviron
 
 
 def in_time(render: Callable[[Any], str], variables: Any) -> str:
-    """What ``render`` returns. Raises TimeoutError after ``CPU_SECONDS`` of this process, in its main thread, which alone gets signals."""
+    """What ``render`` returns. Raises TimeoutError, which says so, after ``CPU_SECONDS`` of this process, in its main thread, which alone gets signals."""
     if threading.current_thread() is not threading.main_thread():
         return render(variables)
     _handle()
@@ -72,7 +73,7 @@ def _handle() -> None:
     """Installs the handler once: one for each row would take a tenth of its time."""
 
     def end(*_: Any) -> None:
-        raise TimeoutError
+        raise TimeoutError(_ENDLESS)
 
     signal.signal(signal.SIGVTALRM, end)
 

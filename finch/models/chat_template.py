@@ -58,7 +58,7 @@ class ChatTemplate:
         self.source, self.folder, self.thinking = source, folder, thinking
         self.today = today or datetime.date.today()  # rows do not change at midnight
         self._variables = {"documents": None, **special_tokens, "enable_thinking": thinking}
-        self._is_endless = False
+        self._endless = ""  # how it has failed to end
         # Before it is compiled here: Jinja computes expressions of constants as it compiles, without any limit.
         try_template(source, self._variables, folder)
         try:
@@ -80,13 +80,13 @@ class ChatTemplate:
         """
         try:
             variables = {**self._variables, "tools": tools, "messages": turns, "add_generation_prompt": generation}
-            if self._is_endless:  # each row would take as long
-                raise TimeoutError
+            if self._endless:  # each row would take as long
+                raise TimeoutError(self._endless)
             return in_time(self._template.render, variables)
         except TimeoutError as error:
-            self._is_endless = True
+            self._endless = str(error)
             # No folder in these: they are kept with the rows, and found again by a copy of the tokenizer elsewhere.
-            raise UserError(f"tokenizer: its chat template does not end well (a row took {CPU_SECONDS} s)") from error
+            raise UserError(f"tokenizer: {error}") from error
         except RENDER_ERRORS as error:
             raise UserError(f"tokenizer: its chat template refuses a conversation ({error})") from error
 

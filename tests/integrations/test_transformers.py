@@ -535,8 +535,9 @@ def test_replay_that_would_not_train_is_refused(tmp_path):
     reentrant = {"use_reentrant": True}
     args: Any = SimpleNamespace(fp16=False, n_gpu=1, world_size=2, gradient_checkpointing_kwargs=reentrant)
     state: Any = SimpleNamespace()
+    replicated: Any = SimpleNamespace(n_gpu=2)
     with pytest.raises(UserError, match=r"^n_gpu=2: SelfReplay cannot run the replicas of DataParallel"):
-        replay.on_train_begin(SimpleNamespace(n_gpu=2), state, model=make_model())  # type: ignore[arg-type]
+        replay.on_train_begin(replicated, state, model=make_model())
     with pytest.raises(UserError, match=r"^gradient_checkpointing_kwargs: use_reentrant=True with DDP"):
         replay.on_train_begin(args, state, model=make_model())
     with pytest.raises(UserError, match=r"^fp16 scales the loss"):
