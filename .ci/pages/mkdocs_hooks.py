@@ -27,7 +27,7 @@ FROM_THE_ROOT = {
 }
 """Pages of the site by the file of the repository that they show."""
 PICTURES = {".png", ".svg"}
-SEARCH_BOOST = {"troubleshooting.md": 4, "recipe.md": 4, "changes.md": 0.2}
+SEARCH_BOOST = {"troubleshooting.md": 4, "recipe.md": 6, "changes.md": 0.2}
 """Where a search for a symptom, or for what a run does, should lead: other pages name the same words more often."""
 _CODE = re.compile(r"(^ *(```+|~~~+).*?^ *\2 *$|`+[^`\n]+`+)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
