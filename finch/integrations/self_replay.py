@@ -31,8 +31,6 @@ BATCH_ROWS = 32
 """Prompts that are continued at a time."""
 _MEASURED_ROWS = 8
 """Answers in a batch whose logits are kept: few, since a vocabulary is large."""
-_NEUTRAL = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0, "num_beams": 1}
-"""Of what ``generate`` takes from the folder's generation_config.json where a call leaves it open: Qwen2.5's has a penalty."""
 _running: list[nn.Module] = []
 _Row = TypeVar("_Row")
 
@@ -237,6 +235,22 @@ def _replaying(model: nn.Module) -> Iterator[None]:
         _running.remove(model)
 
 
+@contextmanager
+def _plain_generation(model: nn.Module) -> Iterator[None]:
+    """Without generation_config.json, from which ``generate`` takes what a call leaves open: Qwen2.5's has a penalty, others force a token."""
+    from transformers import GenerationConfig
+
+    # PEFT's wrapper hands its own on to the model inside.
+    own = [(module, module.generation_config) for module in model.modules() if "generation_config" in vars(module)]
+    try:
+        for module, _ in own:
+            module.generation_config = GenerationConfig()
+        yield
+    finally:
+        for module, settings in own:
+            module.generation_config = settings
+
+
 def _continue(
     model: Any, prompts: list[list[int]], draws: torch.Tensor, temperature: float, stop_tokens: Collection[int]
 ) -> list[list[int]]:
@@ -257,11 +271,11 @@ def _continue(
         do_sample=False,
         eos_token_id=list(stop_tokens) or None,
         pad_token_id=0,
-        **_NEUTRAL,
     )
     is_sharded = has_ranks() and has_module(model, FSDPModule)
     options = {"logits_processor": LogitsProcessorList([choose]), "synced_gpus": is_sharded or None}
-    found = model.generate(tokens, attention_mask=mask, generation_config=settings, **options)
+    with _plain_generation(model):
+        found = model.generate(tokens, attention_mask=mask, generation_config=settings, **options)
     answers = []
     for row in found[:, longest:].tolist():
         end = next((index for index, token in enumerate(row, start=1) if token in stop_tokens), len(row))

@@ -20,7 +20,7 @@ from helpers.rows import write_lines
 from helpers.runs import ROOT
 from helpers.tokenizers import write_qwen3_tokenizer
 from tokenizers import Tokenizer, models
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import GenerationConfig, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 from trl import SFTConfig, SFTTrainer
 
@@ -111,10 +111,13 @@ def test_warmup_decay_and_defaults(tmp_path, caplog):
 
 def test_own_answers_without_the_folders_penalties():
     found, model = [], make_model()
-    for settings in ({}, {"repetition_penalty": 9.0, "min_new_tokens": 8, "no_repeat_ngram_size": 1, "num_beams": 2}):
-        model.generation_config.update(**settings)
+    penalties = {"repetition_penalty": 9.0, "min_new_tokens": 8, "no_repeat_ngram_size": 1, "num_beams": 2}
+    for settings in ({}, penalties, {"forced_eos_token_id": 7, "forced_bos_token_id": 6, "suppress_tokens": [*range(8, 40)]}):
+        model.generation_config = GenerationConfig(**settings)
         found.append(own_answers(model, [[1], [5, 2]], stop_tokens=[3], max_new_tokens=8))
-    assert [each.tokens.tolist() for each in found[0]] == [each.tokens.tolist() for each in found[1]]
+        assert model.generation_config.to_diff_dict().items() >= settings.items()
+    plain, *others = [[answer.tokens.tolist() for answer in answers] for answers in found]
+    assert others == [plain, plain]
 
 
 def test_compiled_model_has_no_graph_break(tmp_path):
