@@ -112,7 +112,11 @@ def test_warmup_decay_and_defaults(tmp_path, caplog):
 def test_own_answers_without_the_folders_penalties():
     found, model = [], make_model()
     penalties = {"repetition_penalty": 9.0, "min_new_tokens": 8, "no_repeat_ngram_size": 1, "num_beams": 2}
-    for settings in ({}, penalties, {"forced_eos_token_id": 7, "forced_bos_token_id": 6, "suppress_tokens": [*range(8, 40)]}):
+    for settings in (
+        {},
+        penalties,
+        {"forced_eos_token_id": 7, "forced_bos_token_id": 6, "suppress_tokens": [*range(8, 40)]},
+    ):
         model.generation_config = GenerationConfig(**settings)
         found.append(own_answers(model, [[1], [5, 2]], stop_tokens=[3], max_new_tokens=8))
         assert model.generation_config.to_diff_dict().items() >= settings.items()
