@@ -158,19 +158,20 @@ def start(
     elif shard:
         # A store in memory: one process needs no port, which another run on this machine might have taken.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
-        return Parallel(device)
-    if dist.get_world_size() == 1 and not shard:
+    if launched_ranks() == 1 and not shard:
         return Parallel(device)
     return join(device, sizes, timeout)
 
 
 def follow_nccl() -> None:
-    """Gives gloo the network interface that ``NCCL_SOCKET_IFNAME`` names, where it is one of this node's and gloo has none: gloo would bind to the
-    host name's address, which on many clusters is that of a slow network, or of no other node."""
-    name = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
-    if name in {name for _, name in socket.if_nameindex()}:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    """Gives gloo the first network interface of this node that ``NCCL_SOCKET_IFNAME`` names, by prefixes or after ``=`` whole, where gloo has none:
+    it would bind to the host name's address, which on many clusters is that of a slow network, or of no other node."""
+    names = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    wanted = tuple(filter(None, names.removeprefix("=").split(",")))
+    here = [name for _, name in socket.if_nameindex()]
+    found = [name for name in here if (name in wanted if names.startswith("=") else name.startswith(wanted))]
+    if found and not names.startswith("^"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", found[0])
 
 
 def start_from(cfg: DictConfig, device: torch.device, *, shard: bool) -> Parallel:
@@ -187,12 +188,11 @@ def join(device: torch.device, sizes: MeshSizes, timeout: timedelta | None = Non
     mesh = init_device_mesh(
         device.type, (sizes.replicate, sizes.shard, sizes.tensor), mesh_dim_names=("dp_replicate", "dp_shard", "tp")
     )
-    if timeout is not None:  # else torch's ten minutes with NCCL, whatever distributed_timeout says
-        for name in mesh.mesh_dim_names or ():
-            _set_pg_timeout(timeout, mesh.get_group(name))
     data_mesh = mesh["dp_replicate", "dp_shard"]
-    if sizes.tensor > 1:
-        mesh["dp_shard", "tp"]._flatten("dp_shard_tp")  # a norm over both is then one reduction
+    data_group = data_mesh._flatten("dp").get_group() if sizes.tensor > 1 else None
+    if timeout is not None:  # else torch's ten minutes with NCCL, whatever distributed_timeout says
+        for group in filter(None, (*mesh.get_all_groups(), data_group)):
+            _set_pg_timeout(timeout, group)
     return Parallel(
         device,
         rank,
@@ -200,7 +200,7 @@ def join(device: torch.device, sizes: MeshSizes, timeout: timedelta | None = Non
         # A dimension of one rank would be a copy to average over, or a shard, of nothing.
         mesh=data_mesh if sizes.replicate > 1 else mesh["dp_shard"],
         tensor_mesh=mesh["tp"] if sizes.tensor > 1 else None,
-        data_group=data_mesh._flatten("dp").get_group() if sizes.tensor > 1 else None,
+        data_group=data_group,
         # NCCL would put what is pickled, such as reference losses of all rows, into the memory of every GPU.
         host_group=None if device.type == "cpu" or world_size == 1 else dist.new_group(timeout=timeout, backend="gloo"),
         data_parallel_size=world_size // sizes.tensor,

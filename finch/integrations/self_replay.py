@@ -241,7 +241,9 @@ def _plain_generation(model: nn.Module) -> Iterator[None]:
     from transformers import GenerationConfig
 
     # PEFT's wrapper hands its own on to the model inside.
-    own = [(module, module.generation_config) for module in model.modules() if "generation_config" in vars(module)]
+    own: list[tuple[Any, Any]] = [
+        (each, each.generation_config) for each in model.modules() if "generation_config" in vars(each)
+    ]
     try:
         for module, _ in own:
             module.generation_config = GenerationConfig()

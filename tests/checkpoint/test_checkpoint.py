@@ -267,6 +267,14 @@ def test_async_save_keeps_the_weights_of_its_step(tmp_path, monkeypatch, caplog)
         assert all(torch.equal(one[key], two[key]) for key in one)
 
 
+def test_saving_thread_is_on_its_ranks_gpu(tmp_path, monkeypatch):
+    """A new thread's is the first one."""
+    devices = []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    CheckpointWriter(tmp_path, Parallel(torch.device("cuda", 3)), asynchronous=True)._write(1, {}, "", "")
+    assert devices == [torch.device("cuda", 3)]
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("limit", [1000, 3000, 20000])
 def test_full_disk_keeps_last_checkpoint_and_next_save_retries(tmp_path, asynchronous, limit, caplog):

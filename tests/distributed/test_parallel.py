@@ -32,7 +32,7 @@ def test_parallel_on_two_ranks(tmp_path):
         from torch import nn
         from finch.base import dtensor
         from finch.distributed import fsdp, parallel
-        ranks = parallel.start(device, shard=False, timeout_s=77)
+        ranks = parallel.start(device, shard=False)
         total = ranks.all_reduce_sum_(torch.tensor([0.1, 1.0 + ranks.rank], dtype=torch.float64))
         torch.manual_seed(0)
         whole = torch.randn(5, 3)  # does not divide by two
@@ -51,7 +51,6 @@ def test_parallel_on_two_ranks(tmp_path):
             "local": list(model.weight.to_local().shape),
             "whole": bool(torch.equal(dtensor.full_tensor(model.weight), whole)),
             "differs": differs,
-            "timeout": ranks.mesh.get_group()._get_backend(device).options._timeout.total_seconds(),
         })
         parallel.stop()
     """
@@ -61,8 +60,20 @@ def test_parallel_on_two_ranks(tmp_path):
     for rank in found:
         assert rank["gathered"] == [0, 10]
         assert rank["whole"]
-        assert rank["timeout"] == 77
         assert "the rate differs between ranks: [[0.0], [1.0]]" in rank["differs"]
+
+
+TIMEOUTS = """
+    from finch.distributed import parallel
+    ranks = parallel.start(device, shard=False, timeout_s=77, sizes=parallel.MeshSizes(1, 2, 2))
+    groups = [ranks.mesh.get_group(), ranks.tensor_mesh.get_group(), ranks.data_group]
+    tell([each._get_backend(device).options._timeout.total_seconds() for each in groups])
+    parallel.stop()
+"""
+
+
+def test_all_groups_of_a_mesh_have_the_runs_timeout(tmp_path):
+    assert on_ranks(4, TIMEOUTS, tmp_path) == [[77, 77, 77]] * 4
 
 
 SHARDS = """
@@ -107,7 +118,10 @@ def test_each_shard_goes_to_the_writing_rank_alone(copies, shards, tmp_path):
     [
         ("=lo", None, "lo"),
         ("lo", "eth7", "eth7"),
-        ("^docker", None, None),
+        ("l", None, "lo"),
+        ("none_such,lo", None, "lo"),
+        ("=l", None, None),
+        ("^docker,lo", None, None),
         ("none_such", None, None),
         (None, None, None),
     ],

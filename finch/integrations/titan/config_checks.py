@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from dataclasses import fields
@@ -36,6 +37,10 @@ from finch.weights.files import SAFETENSORS_INDEX, open_safetensors
 
 _ROWS_STATE = "dataloader.dp_rank_"
 _UNUSED, _LAYER = re.compile(r"rotary_emb\.inv_freq$|^mtp\."), re.compile(r"\blayers\.(\d+)\.")
+_SIZES = tuple(
+    f"{name}_degree"
+    for name in ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel")
+)
 _ROPE_TYPES = {"default": "none", "llama3": "llama", "yarn": "yarn"}
 _CONTEXT = "original_max_position_embeddings"
 _SCALINGS = {
@@ -53,6 +58,11 @@ def check_config(config: Any) -> None:
             f"model_spec={spec.name} {spec.flavor} is no text decoder, of whose tokens FINCH follows the loss"
         )
     _check_parallelism(config.parallelism)
+    if config.training.enable_cpu_offload:
+        raise UserError(
+            "training.enable_cpu_offload=True is not supported: TorchTitan leaves the gradients' norm on the CPU, and FINCH reads it on the device; "
+            "leave it out"
+        )
     _check_schedule(config)
     _check_loss(config.loss, config.parallelism)
     _check_checkpoint(config)
@@ -112,6 +122,11 @@ def _check_parallelism(parallelism: Any) -> None:
             f"parallelism.pipeline_parallel_degree={parallelism.pipeline_parallel_degree} is not supported: the loss of a step, which its "
             "learning rate comes from, exists on the last stage only; set 1"
         )
+    ranks, sizes = int(os.environ.get("WORLD_SIZE", 0)), {name: getattr(parallelism, name) for name in _SIZES}
+    given = math.prod(size for size in sizes.values() if size != -1)
+    if ranks and (given < 1 or ranks % given or (-1 not in sizes.values() and ranks != given)):
+        named = ", ".join(f"parallelism.{name}={size}" for name, size in sizes.items() if size != 1)
+        raise UserError(f"{named}: together {given}, which does not divide over {ranks} ranks; correct one of them")
 
 
 def _check_schedule(config: Any) -> None:

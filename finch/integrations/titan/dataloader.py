@@ -19,6 +19,7 @@ from finch.base.errors import UserError
 from finch.base.extras import require_extras
 from finch.base.files import replace_text
 from finch.base.log import logger
+from finch.integrations.titan.mistakes import reported_under_torchrun
 from finch.objectives import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -112,7 +113,8 @@ class RowsDataLoader(ParallelAwareDataloader):
         snapshot_every_n_steps: int | None = 1,
         **kwargs: Any,
     ) -> None:
-        dataset = RowSequences(config, tokenizer, dp_world_size, dp_rank, seq_len, local_batch_size)
+        with reported_under_torchrun():  # here, before TorchTitan records its traceback
+            dataset = RowSequences(config, tokenizer, dp_world_size, dp_rank, seq_len, local_batch_size)
         super().__init__(
             dataset,
             dp_rank=dp_rank,

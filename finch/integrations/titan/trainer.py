@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -18,15 +17,17 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.trainer import Trainer
 
 from finch.base.dtensor import to_local
-from finch.base.errors import UserError, report_user_errors
+from finch.base.errors import UserError
 from finch.base.log import logger
 from finch.config.methods import METHODS
 from finch.config.schema import SelfReplay
+from finch.distributed.parallel import follow_nccl
 from finch.integrations.titan.checkpoints import is_finished
 from finch.integrations.titan.config_checks import check_config, check_steps
 from finch.integrations.titan.dataloader import RowsDataLoader, keep_date
 from finch.integrations.titan.losses import ObjectiveLoss, initial_loss
 from finch.integrations.titan.lr_scheduler import FinchLRSchedulersContainer
+from finch.integrations.titan.mistakes import reported_under_torchrun
 from finch.integrations.titan.recipe_config import RECIPE_KEYS, complete_folder, link_model, write_config
 from finch.training.metrics import MetricsLog
 
@@ -58,7 +59,7 @@ class FinchTrainer(Trainer):
         """How often probes are evaluated; None: by their cost."""
 
         def build(self, **kwargs: Any) -> FinchTrainer:
-            with _reported_under_torchrun():
+            with reported_under_torchrun():
                 return Trainer.Config.build(self, **kwargs)
 
     lr_schedulers: FinchLRSchedulersContainer
@@ -90,13 +91,14 @@ class FinchTrainer(Trainer):
 
     def init_distributed(self) -> ParallelDims:
         """As TorchTitan's, and the date of the rows, which are read next."""
+        follow_nccl()
         dims = Trainer.init_distributed(self)
         keep_date(self.config)
         return dims
 
     def train(self) -> None:
         """As TorchTitan's; a mistake in the data is one line, and a Hugging Face folder of the last step is complete and found by its link."""
-        with _reported_under_torchrun():
+        with reported_under_torchrun():
             Trainer.train(self)
             self._check_schedule()
             if self._hooks is not None and self._has_begun:  # else a finished run was started again
@@ -284,21 +286,3 @@ def to_finch_config(config: Trainer.Config, *, preserve: bool = False, **schedul
     if preserve:  # all of them, since the command line can change those that are here
         values["self_replay"] = SelfReplay(**METHODS["preserve"].blocks["self_replay"]).model_dump(exclude_none=True)
     return FinchTrainer.Config(**values)
-
-
-@contextlib.contextmanager
-def _reported_under_torchrun() -> Iterator[None]:
-    """Under torchrun, where nobody catches a UserError, it becomes one line and exit code 1.
-
-    Other errors pass through to TorchTitan, which records them.
-    """
-    try:
-        yield
-    except UserError as error:
-        if "LOCAL_RANK" not in os.environ:
-            raise
-        report_user_errors(_fail)(error)
-
-
-def _fail(error: UserError) -> None:
-    raise error

@@ -143,13 +143,15 @@ def _run(grid: Grid, jobs: Sequence[Job], args: argparse.Namespace) -> None:
 
     with writing(f"out={grid.out}", "give another folder by --out"):
         make_folder(grid.out)
-    num_gpus = 0 if args.nproc_per_node else torch.cuda.device_count()
-    if 0 < num_gpus < (args.jobs or 1):
+    num_gpus, num_parallel, num_ranks = torch.cuda.device_count(), args.jobs or 1, _ranks(args)[1]
+    if num_ranks <= num_gpus < num_parallel * num_ranks:
         logger.warning(
-            f"--jobs {args.jobs}: there {'is one GPU' if num_gpus == 1 else f'are {num_gpus} GPUs'} here, whose memory cells share; --jobs {num_gpus} gives each "
-            "cell its own"
+            f"--jobs {num_parallel}: there {'is one GPU' if num_gpus == 1 else f'are {num_gpus} GPUs'} here, whose memory cells share; --jobs "
+            f"{num_gpus // num_ranks} gives each cell its own"
         )
-    local = LocalSweep(jobs, num_parallel=args.jobs or 1, num_gpus=num_gpus, trains=not args.skip_training)
+    local = LocalSweep(
+        jobs, num_parallel=num_parallel, num_gpus=num_gpus, num_ranks=num_ranks, trains=not args.skip_training
+    )
     print(f"{len(jobs)} cells in {grid.out}, {args.jobs or 1} at a time", flush=True)
     failures = local.run()
     if failures:

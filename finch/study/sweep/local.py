@@ -71,13 +71,16 @@ class LocalSweep:
     Args:
         jobs: the cells, each after those that it depends on.
         num_parallel: processes at a time.
-        num_gpus: shared by the processes, one each in turn. 0 or 1: all see the same devices.
+        num_gpus: shared by the processes, ``num_ranks`` each in turn. Not more than that: all see the same devices.
+        num_ranks: of a run.
         trains: whether cells are trained. If not, only those that are finished are evaluated.
     """
 
-    def __init__(self, jobs: Sequence[Job], *, num_parallel: int, num_gpus: int = 0, trains: bool = True) -> None:
+    def __init__(
+        self, jobs: Sequence[Job], *, num_parallel: int, num_gpus: int = 0, num_ranks: int = 1, trains: bool = True
+    ) -> None:
         self._states = {job.cell.folder: _State(job) for job in jobs}
-        self._num_parallel, self._num_gpus, self._trains = num_parallel, num_gpus, trains
+        self._num_parallel, self._num_gpus, self._num_ranks, self._trains = num_parallel, num_gpus, num_ranks, trains
         self._base_results: set[str] = set()  # kinds of evaluations that the pretrained model has results of
         self._shown_at = 0.0
         self._display = _Display()
@@ -202,9 +205,10 @@ class LocalSweep:
         share_cores(environment, self._num_parallel)
         environment |= {"PYTHONUNBUFFERED": "1", program_status.STATUS_FILE: str(state.job.cell.status)}
         remove(state.job.cell.status)
-        if self._num_gpus > 1:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self._num_gpus)))
-            environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot % self._num_gpus]
+        if self._num_gpus > self._num_ranks:
+            visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self._num_gpus)))).split(",")
+            own = range(slot * self._num_ranks, (slot + 1) * self._num_ranks)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[each % self._num_gpus] for each in own)
         with state.job.cell.log.open("ab") as log:
             process = subprocess.Popen(
                 command,

@@ -66,6 +66,7 @@ THREE_RANKS = {"lr_scheduler": {"ema_loss": 1.5}, "dataloader": {f"dp_rank_{rank
     [
         ("parallelism.spmd_backend", "full_dtensor", "parallelism.spmd_backend=full_dtensor is not supported"),
         ("parallelism.pipeline_parallel_degree", 2, "parallelism.pipeline_parallel_degree=2 is not supported"),
+        ("training.enable_cpu_offload", True, "training.enable_cpu_offload=True is not supported"),
         ("lr_scheduler.decay_type", "sqrt", "lr_scheduler.decay_type=sqrt is not supported: FINCH's decay is linear"),
         ("lr_scheduler.decay_ratio", 1.0, "lr_scheduler: decay=1.0 must lie in [0, 1)"),
         ("lr_scheduler.ema", 1.5, "lr_scheduler: ema=1.5"),
@@ -150,6 +151,27 @@ def test_decay_is_torchtitans(total_steps):
         rates.append(own)
     assert rates[0] == pytest.approx(rates[1])
     assert rates[0][-1] < rates[0][0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "is_refused"),
+    [
+        (2, {"data_parallel_replicate": 3}, True),
+        (4, {"data_parallel_replicate": 2, "data_parallel_shard": 1}, True),
+        (4, {"data_parallel_shard": 0}, True),
+        (4, {"data_parallel_replicate": 2, "tensor_parallel": 2}, False),
+        (4, {"data_parallel_shard": 2, "context_parallel": 2}, False),
+    ],
+)
+def test_mesh_that_does_not_divide_over_the_ranks_is_refused(finch_config, monkeypatch, ranks, sizes, is_refused):
+    from finch.integrations.titan.config_checks import check_config
+
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    config = finch_config()
+    for name, size in sizes.items():
+        setattr(config.parallelism, f"{name}_degree", size)
+    with pytest.raises(UserError, match=rf"does not divide over {ranks} ranks") if is_refused else nullcontext():
+        check_config(config)
 
 
 def test_other_component_is_refused(check, plain):

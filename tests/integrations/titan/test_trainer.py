@@ -76,6 +76,17 @@ def test_differences_are_named(titan_configs):
     ]
 
 
+def test_fused_optimizer_steps_on_local_shards(titan_configs, monkeypatch):
+    """Without that a step makes a tensor of the complete model's size, as tests/training/test_optimizer.py shows."""
+    from finch.integrations.titan import lr_scheduler
+
+    changed, config = [], titan_configs.finch()
+    monkeypatch.setattr(lr_scheduler, "on_local_shards", changed.append)
+    optimizers = config.optimizer.build(model_parts=[torch.nn.Linear(2, 2)])
+    config.lr_scheduler.build(optimizers=optimizers, training_steps=4)
+    assert changed == list(optimizers)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rates_equal_the_recipes(one_rank, two_ranks, recipe_runs, ranks):
     expected = recipe_runs["straight"]
@@ -176,12 +187,18 @@ def test_commands_take_its_folder(validated, shared_data, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_mistake_is_one_line(shared_data, tmp_path):
-    arguments = ["--module", "helpers.titan_configs", "--config", "finch", "--dump_folder", str(tmp_path)]
-    arguments += ["--parallelism.spmd_backend", "full_dtensor"]
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (["--parallelism.spmd_backend", "full_dtensor"], "parallelism.spmd_backend=full_dtensor is not supported"),
+        (["--dataloader.data_files", "none.jsonl"], "data_files=none.jsonl"),  # found within TorchTitan's trainer
+    ],
+)
+def test_mistake_is_one_line(setting, message, shared_data, tmp_path):
+    arguments = ["--module", "helpers.titan_configs", "--config", "finch", "--dump_folder", str(tmp_path), *setting]
     done = start(torchrun(1, "-m", "helpers.titan_cpu", *arguments), shared_data)
     assert done.returncode == 1
     lines = [line for line in done.stdout.splitlines() if "finch: error" in line]
     assert len(lines) == 1, done.stdout[-3000:]
-    assert lines[0].startswith("finch: error: parallelism.spmd_backend=full_dtensor is not supported")
+    assert message in lines[0]
     assert "UserError" not in done.stdout

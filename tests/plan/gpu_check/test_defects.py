@@ -123,6 +123,17 @@ def test_losses_that_become_nan_fail(check, monkeypatch):
     assert failed(check) == {*runs, "losses of 30 steps, several ranks against one"}
 
 
+@pytest.mark.parametrize("memory", [30e9, 40e9])
+def test_gpu_too_small_for_the_shipped_config_is_no_fault(check, monkeypatch, memory):
+    check.device = "cuda"
+    monkeypatch.setattr(shipped, "Ranks", mock.Mock(**{"return_value.last_lines.return_value": "OutOfMemoryError"}))
+    monkeypatch.setattr(shipped, "estimate_step", lambda *_, **__: mock.Mock(device_peak=34e9))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: mock.Mock(total_memory=memory))
+    shipped.run(check)
+    assert failed(check) == (set() if memory < 34e9 else {"Qwen3-4B, 2 ranks", "Qwen3-4B, 1 rank"})
+    assert memory > 34e9 or all("34" in line.note and "30" in line.note for line in check.lines)
+
+
 @pytest.mark.slow
 def test_temporary_of_the_models_size_fails_the_shipped_config(check, monkeypatch):
     monkeypatch.setattr(shipped, "RANK_TARGET", "helpers.gpu_check_phases:steps_with_a_temporary")

@@ -116,9 +116,12 @@ def test_mistakes_are_one_line_before_anything_starts(grid, tmp_path, capsys, ma
 def test_fewer_gpus_than_cells_at_a_time_are_one_line(grid, capsys, caplog, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr("finch.study.sweep.local.LocalSweep.run", lambda self: {})
-    assert finch(capsys, "sweep", grid({"seed": [0]}), "--jobs", "8")[0] == 0
-    text = "--jobs 8: there are 2 GPUs here, whose memory cells share; --jobs 2 gives each cell its own"
-    assert [record.message for record in caplog.records if "--jobs" in record.message] == [text]
+    text = "--jobs {}: there are 2 GPUs here, whose memory cells share; --jobs {} gives each cell its own"
+    for jobs, ranks, fitting in (("8", "1", 2), ("2", "2", 1), ("2", "1", None)):
+        caplog.clear()
+        assert finch(capsys, "sweep", grid({"seed": [0]}), "--jobs", jobs, "--nproc_per_node", ranks)[0] == 0
+        found = [record.message for record in caplog.records if "--jobs" in record.message]
+        assert found == ([text.format(jobs, fitting)] if fitting else [])
 
 
 def test_unknown_grid_names_the_nearest(capsys):

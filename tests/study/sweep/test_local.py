@@ -30,6 +30,7 @@ def save(*_):
     sys.exit(130)
 signal.signal(signal.SIGINT, save)
 (folder / "pid").write_text(str(os.getpid()))
+(folder / "gpus").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 note("start")
 time.sleep(max(seconds, 0))
 while events.read_text().count("start") < -seconds:  # so many have started
@@ -67,7 +68,7 @@ class SmallJob(Job):
 def sweep(tmp_path, monkeypatch):
     """Starts a sweep of cells by name, each with the name of the one it waits for; returns (failed, events)."""
 
-    def start(cells, *, num_parallel=1, **changes):
+    def start(cells, *, num_parallel=1, num_gpus=0, num_ranks=1, **changes):
         for name, value in changes.items():
             monkeypatch.setattr(SmallJob, name, value)
         evaluation = SimpleNamespace(select_by=None) if SmallJob.is_evaluated_too else None
@@ -76,10 +77,27 @@ def sweep(tmp_path, monkeypatch):
         cells = [Cell({"name": name}, tmp_path / name, dependencies=needed) for name, needed in sources.items()]
         jobs = [SmallJob(grid, cell, "", CFG) for cell in cells]
         (tmp_path / "events").write_text("")
-        failures = LocalSweep(jobs, num_parallel=num_parallel).run()
+        failures = LocalSweep(jobs, num_parallel=num_parallel, num_gpus=num_gpus, num_ranks=num_ranks).run()
         return failures, (tmp_path / "events").read_text().splitlines()
 
     return start
+
+
+@pytest.mark.parametrize(
+    ("visible", "num_gpus", "num_ranks", "expected"),
+    [
+        (None, 4, 1, {"0", "1"}),
+        (None, 8, 4, {"0,1,2,3", "4,5,6,7"}),
+        ("6,2,5", 3, 2, {"6,2", "5,6"}),  # one of them is shared, which the command has warned of
+        (None, 2, 2, {"all"}),
+    ],
+)
+def test_cells_at_a_time_have_gpus_of_their_own(visible, num_gpus, num_ranks, expected, sweep, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    sweep({"a": None, "b": None}, num_parallel=2, seconds=-2, num_gpus=num_gpus, num_ranks=num_ranks)
+    assert {(tmp_path / name / "gpus").read_text() for name in "ab"} == expected
 
 
 def status(folder):
