@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import transformers
 import transformers.distributed
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils.data.distributed import DistributedSampler
@@ -102,18 +104,22 @@ def run_trainer(
     init: float | str = INIT,
     num_rows: int = 64,
     is_sharded: bool = False,
+    fsdp: bool = False,
     is_replayed: bool = False,
     share: float = 0.25,
     measured: Path | None = None,
     **changes: Any,
 ) -> Curves:
-    """``is_sharded``: with FSDP2, as transformers itself shards a model when it loads it; Accelerate's ``fsdp`` is DDP on a CPU. ``measured``: prompts
-    of a ForgettingCallback, whose part of the log is left in ``folder``/forgetting.json."""
+    """``is_sharded``: with FSDP2, as transformers itself shards a model when it loads it; ``fsdp``: as Accelerate shards it, for what it takes for GPUs.
+    ``measured``: prompts of a ForgettingCallback, whose part of the log is left in ``folder``/forgetting.json."""
     from finch.integrations.transformers import FinchCallback, SelfReplay
 
     config = transformers.distributed.DistributedConfig(fsdp_size=world_size()) if is_sharded else None
     model, rows = load(data, config)
+    changes |= {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}} if fsdp else {}
     args = transformers.TrainingArguments(**{**trainer_options(folder), **changes})
+    if fsdp:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     callbacks = [
         FinchCallback(eta_max=ETA_MAX, init=init),
         *([SelfReplay(share=share, **REPLAY)] if is_replayed else []),
@@ -130,7 +136,7 @@ def run_trainer(
     if measured is not None:
         measure(trainer, measured)
     trainer.train(resume_from_checkpoint=resume)
-    assert any(isinstance(module, FSDPModule) for module in model.modules()) == is_sharded
+    assert any(isinstance(module, FSDPModule) for module in trainer.model.modules()) == (is_sharded or fsdp)
     return curves(trainer)
 
 

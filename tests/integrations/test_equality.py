@@ -39,6 +39,11 @@ ON_TWO_RANKS = """
     # Three rows in the four micro-batches of a step: one has none, and is a pass all the same.
     replayed = {{"is_replayed": True, "is_sharded": True, "share": 3 / 16, "save_strategy": "no"}}
     curves["self-replay, FSDP2"] = run_trainer(data, folder / "replay_fsdp", **replayed)
+    # Last, since Accelerate keeps what it was told of the devices.
+    run_trainer(data, folder / "measured", fsdp=True, measured=folder / "rows.jsonl", save_strategy="no")
+    curves["self-replay, fsdp=True"] = run_trainer(data, folder / "accelerate", fsdp=True, is_replayed=True)
+    checkpoint = str(folder / "accelerate" / "checkpoint-4")
+    curves["resumed, fsdp=True"] = run_trainer(data, folder / "accelerate", checkpoint, fsdp=True, is_replayed=True)
     tell(curves)
 """
 
@@ -123,11 +128,14 @@ def test_stacks_equal_plain_python_on_two_ranks(shared_data, tmp_path, measured)
     assert {name: curves[1] for name, curves in one.items()} == {name: curves[1] for name, curves in other.items()}
     assert one.pop("resumed") == one["Trainer"]
     run_trainer(shared_data, tmp_path / "one", measured=measured, save_strategy="no")
-    alone, *both = (json.loads((tmp_path / name / "forgetting.json").read_text()) for name in ("one", "DDP", "FSDP2"))
-    for lines in both:
+    names = ("one", "DDP", "FSDP2", "measured")
+    alone, *others = (json.loads((tmp_path / name / "forgetting.json").read_text()) for name in names)
+    for lines in others:
         for line, expected in zip(lines, alone, strict=True):
             assert line == pytest.approx(expected, abs=1e-5)
-    for name, number in (("self-replay", 4), ("self-replay, FSDP2", 3)):
+    assert one["resumed, fsdp=True"] == one["self-replay, fsdp=True"]
+    replayed = {"self-replay": 4, "self-replay, FSDP2": 3, "self-replay, fsdp=True": 4, "resumed, fsdp=True": 4}
+    for name, number in replayed.items():
         assert_equal(f"{name} on two ranks", one.pop(name), run_replay_reference(shared_data, number))
     model, rows = load(shared_data)
     losses, _ = run_reference(shared_data)
