@@ -46,7 +46,7 @@ FORMAT = 1
 """Version of state.json; another one cannot be read."""
 UNKNOWN_WITHOUT_CHECK = (
     *("number of target tokens", "digest of the tokenized rows"),
-    *("tokenizer.date", "digest of the replayed prompts", "digest of the validation rows"),
+    *("tokenizer.date", "digest of the replayed prompts", "digest of the validation rows", "digest of the weights"),
 )
 """Keys of a run's identity that are None where the rows were not read ahead (check_dataset=False), or an earlier version kept none."""
 REPLACED = ".replaced"

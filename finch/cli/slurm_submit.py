@@ -126,9 +126,7 @@ def complete_options(given: Sequence[str], text: str, *, is_own_script: bool = F
             f"--signal={options.get('signal')} would not save the run before the time limit; give --signal=B:USR1@SECONDS"
         )
     if options["export"].split(",")[0] != "ALL":
-        raise UserError(
-            f"--export={options['export']} hides the settings from the script; give --export=ALL,NAME=VALUE"
-        )
+        raise UserError(f"--export={options['export']} hides settings from the script; give --export=ALL,NAME=VALUE")
     # Read off the script, which a site may have changed.
     names = re.findall(r"\$\{(FINCH_\w+):-", text)
     settings = {name: os.environ[name] for name in names if os.environ.get(name)}

@@ -270,9 +270,7 @@ def log_method(names: list[str], cfg: DictConfig) -> None:
     kinds = {key: component_of(node) or ("null" if node is None else "on") for key, node in values.items()}
     logger.info(f"method={'+'.join(names)}: {', '.join(f'{key} {kind}' for key, kind in kinds.items())}")
     if "lora" in names and cfg.optimizer.get("lr") == LORA_LR:
-        logger.info(
-            f"method=lora: optimizer.lr={LORA_LR:g}, where the paper's grid begins; optimizer.lr=... changes it"
-        )
+        logger.info(f"method=lora: optimizer.lr={LORA_LR:g}, where the paper's grid begins; optimizer.lr=... sets it")
     if "small_lr" in names:
         logger.info(
             f"method=small_lr: optimizer.lr={cfg.optimizer.lr:g}, in place of the paper's rule: the largest rate of its grid with less than "

@@ -180,17 +180,6 @@ def load_dataset(cfg: Any, key: str, tokenizer: Any) -> Samples:
     return _concatenate([(_load_part(node, key, tokenizer), _source_of(node)) for node in nodes_of(cfg[key])], key)
 
 
-def load_unpacked(cfg: Any, key: str, tokenizer: Any) -> Samples:
-    """Builds the dataset under a config key with its rows one by one, also where the config packs them, and bad rows included. Raises
-    UserError if the component does not exist, does not accept these arguments, or its file cannot be read at all."""
-    parts = []
-    for node in nodes_of(cfg[key]):
-        check_arguments(node, key)
-        unpacked = {**node, "packed": False} if node.get("packed") else node
-        parts.append((_build(unpacked, key, tokenizer), _source_of(node)))
-    return _concatenate(parts, key)
-
-
 def _concatenate(parts: list[tuple[Any, str]], key: str) -> Samples:
     packed = {isinstance(data, PackedDataset) for data, _ in parts}
     if len(packed) == 2:

@@ -339,7 +339,8 @@ class RowToMessages(Transform):
             system = self._system_column(sample, messages)
         if system is not None:
             messages = [message for message in messages if message.role != "system"]
-            messages.insert(0, Message(role="system", content=system, masked=True))
+            is_masked = self._new_system_prompt is not None or not self._train_on_input
+            messages.insert(0, Message(role="system", content=system, masked=is_masked))
         check_turns(messages)
         tools = self._tools(sample)
         return {"messages": messages, "tools": tools} if tools else {"messages": messages}
@@ -438,8 +439,8 @@ class RowToMessages(Transform):
         if fields.get("function_call"):
             raise UserError(f"its turn {number} has function_call, OpenAI's old form; give it as tool_calls")
         # A template that writes calls does so in its own form.
-        if turn[role_key] == "function_call" and self._reads("tool_calls") and (calls := _calls(content)):
-            content, fields["tool_calls"] = None, calls
+        if turn[role_key] == "function_call" and self._reads("tool_calls"):
+            content, fields["tool_calls"] = None, _calls(content, number)
         if fields.get("tool_calls"):
             if not self._reads("tool_calls"):
                 raise UserError(
@@ -464,9 +465,7 @@ class RowToMessages(Transform):
         """Whether the turn is learned, by what it says itself; the keys that say so leave ``fields``."""
         said = {key: fields.pop(key) for key in (*LEARNED, "masked") if fields.get(key) is not None}
         if fields.get("train_detail"):
-            raise UserError(
-                f"its turn {number} has train_detail; finch learns a turn or does not: remove it, or set train"
-            )
+            raise UserError(f"its turn {number} has train_detail; finch learns a turn or not: remove it, or set train")
         for key, value in said.items():
             if value not in (0, 1):
                 raise UserError(
@@ -489,15 +488,16 @@ class RowToMessages(Transform):
         return Message(role=role, content=content, masked=is_masked)
 
 
-def _calls(content: Any) -> list[Any]:
-    """The calls that a turn of ShareGPT has as JSON, one or a list; none where it has another text."""
+def _calls(content: Any, number: int) -> list[Any]:
+    """The calls that a turn of ShareGPT has as JSON, one or a list."""
     try:
         found = json.loads(content)
     except (TypeError, ValueError):
-        return []
+        found = None
     calls = found if isinstance(found, list) else [found]
-    is_calls = all(isinstance(call, dict) and {"name"} < call.keys() for call in calls)
-    return [{"type": "function", "function": call} for call in calls] if is_calls else []
+    if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise UserError(f"its turn {number} is a function_call that is no JSON of a name and arguments; write it so")
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _call(call: Any, number: int) -> Any:

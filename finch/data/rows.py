@@ -373,7 +373,5 @@ def load_from_hub(source: str, name: str | None, **options: Any) -> Any:
     # Where the hub fails, the library takes what it has of another commit.
     parts = found.values() if isinstance(found, dict) else [found]
     if len(revision) == 40 and any(part.cache_files and revision not in str(part.cache_files) for part in parts):
-        raise UserError(
-            f"dataset.source={source}@{revision}: the cache has another commit, and the hub fails; try later"
-        )
+        raise UserError(f"dataset.source={source}@{revision}: the cache has another commit, the hub fails; try later")
     return found

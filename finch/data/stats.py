@@ -60,7 +60,7 @@ class DatasetStats:
         truncated: rows that reach the tokenizer's max_seq_len. One that has just this length counts as well.
         without_targets: samples that have none.
         empty: rows with an empty text, of those in files of rows.
-        doubled: samples that begin with BOS twice, or learn the end of a turn twice in a row: their texts have what is added to them.
+        doubled: samples whose texts have what is added to them: they begin with BOS twice, learn the end of a turn twice, or close an answer's header.
         unasked: conversations with an answer that is learned after other tokens than those that generation starts from.
         num_bad: rows that cannot be used; they count nowhere else.
         bad: them by reason, of which ten are told apart.
@@ -99,7 +99,10 @@ class DatasetStats:
                 "they teach nothing",
             ),
             "have an empty text": (self.empty, "the model learns to answer or to write it"),
-            "have BOS or the end of a turn twice in a row": (self.doubled, "write texts without what is added to them"),
+            "have BOS, the end of a turn or an answer's header in their texts": (
+                self.doubled,
+                "write them without what is added",
+            ),
             "learn an answer after other tokens than the model is asked with": (
                 self.unasked,
                 "set tokenizer.thinking=True where they think, end a row with each answer, begin no answer with white space",
@@ -205,7 +208,10 @@ def collect_stats(samples: Samples, rank: int, ranks: int, max_seq_len: int | No
     for data in _row_parts(samples):
         data.tokenize(samples.key)
     tokenizers = [data.tokenizer for data in _row_parts(samples)]
-    ends = {end for tokenizer in tokenizers for end in (getattr(tokenizer, "bos_id", None), *stop_tokens(tokenizer))}
+    added = [end for each in tokenizers for end in (getattr(each, "bos_id", None), *stop_tokens(each))]
+    ends, chat = [each for each in added if each is not None], [each for each in tokenizers if hasattr(each, "headers")]
+    blanks = [each[0] for own in chat for text in ("\n", "\n\n", " ") if len(each := own.encode(text)) == 1]
+    headers = [[each for each in header if each not in blanks] for own in chat for header in own.headers]
     sample_lengths, content = np.zeros(len(samples), np.int32), np.zeros(len(samples), np.int64)
     for index in samples.rows[rank::ranks]:
         data, local_index, _ = samples.part_of(index)
@@ -233,9 +239,7 @@ def collect_stats(samples: Samples, rank: int, ranks: int, max_seq_len: int | No
         for position, length in enumerate(lengths):
             if limit is not None and length >= limit:
                 stats.truncated.add(samples.row(index, position))
-        tokens = sample["tokens"]
-        repeated = np.flatnonzero(tokens[1:] == tokens[:-1]).tolist()  # few
-        is_doubled = any(tokens[each] in ends and (is_target[each] or each == 0) for each in repeated)
+        is_doubled = _is_doubled(sample, ends, blanks, headers)
         is_empty = isinstance(data, Rows) and data.is_empty(local_index)
         found = (stats.without_targets, targets == 0), (stats.empty, is_empty), (stats.doubled, is_doubled)
         for rows, is_so in (*found, (stats.unasked, _is_unasked(data, sample))):
@@ -243,6 +247,21 @@ def collect_stats(samples: Samples, rank: int, ranks: int, max_seq_len: int | No
                 rows.add(samples.row(index))
     samples.lengths, samples.content = torch.from_numpy(sample_lengths), torch.from_numpy(content)
     return stats + DatasetStats()  # sorted, and digests modulo 2^64
+
+
+def _is_doubled(sample: Mapping[str, Any], ends: list[Any], blanks: list[int], headers: list[list[int]]) -> bool:
+    """Whether texts have what is added to them, blanks aside: BOS or a learned end of a turn twice in a row, or an answer's header at their end."""
+    shown = ~np.isin(sample["tokens"], blanks)
+    tokens, is_target = sample["tokens"][shown], (sample["labels"] != IGNORE_INDEX)[shown]
+    is_end = np.isin(tokens, ends)
+    repeated = np.flatnonzero(is_end[1:] & (tokens[1:] == tokens[:-1])).tolist()  # few
+    if any(is_target[each + 1] or each == 0 for each in repeated):
+        return True
+    closed = np.flatnonzero(is_end & ~is_target).tolist()
+    parts = [
+        header[:stop] for header in headers for stop in range(1, len(header) + 1)
+    ]  # the rest may be empty thinking
+    return any(tokens[:end][-len(part) :].tolist() == part for end in closed for part in parts)
 
 
 def _is_unasked(data: Any, sample: Mapping[str, Any]) -> bool:

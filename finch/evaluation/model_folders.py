@@ -161,7 +161,7 @@ def training_questions(run: Path, *, trust: bool = False) -> frozenset[str] | No
     from omegaconf import DictConfig, ListConfig, OmegaConf
 
     from finch.config.schema import LoraFinetuneKeys
-    from finch.data.dataset import load_unpacked
+    from finch.data.dataset import load_dataset
     from finch.evaluation.foreign import offline, read_config_of
 
     file = run / run_files.CONFIG
@@ -175,8 +175,11 @@ def training_questions(run: Path, *, trust: bool = False) -> frozenset[str] | No
         nodes = node if isinstance(node, ListConfig) else [node]
         if not all(isinstance(each, DictConfig) and "_component_" in each for each in nodes):
             raise UserError("it has no dataset")
+        for each in nodes:
+            if each.get("packed"):
+                each["packed"] = False
         with offline(not trust):
-            rows = load_unpacked(cfg, "dataset", tokenizer).data
+            rows = load_dataset(cfg, "dataset", tokenizer).data
             for index in range(len(rows)):
                 rows[index]
     except (UserError, OSError, KeyError) as error:

@@ -207,17 +207,18 @@ class ChatTokenizer(ModelTokenizer, Transform):
 
     @functools.cached_property
     def headers(self) -> set[tuple[int, ...]]:
-        """The last tokens before an answer where generation starts, from their last special one on: after a user's turn, and after a tool's. None
-        where the template has no generation prompt, or none with a special token."""
+        """The last tokens before an answer where generation starts, from the first special one after the end of the turn before: a user's, and a
+        tool's. None where the template has no generation prompt, or none with a special token."""
         found = set()
         for *before, last in ([_ASKED], [_ASKED, *_CALLED]):
             turns = [*before, {**last, "content": "\ue000"}]
             with contextlib.suppress(UserError):
                 prompt, bare = (self._template.render(turns, generation=each) for each in (True, False))
                 ids = self.encode(prompt.rpartition("\ue000")[2])
-                special = [index for index, each in enumerate(ids) if each in self._added_ids]
+                end = max((index for index, each in enumerate(ids) if each in self.stop_tokens), default=-1)
+                special = [index for index, each in enumerate(ids) if each in self._added_ids and index > end]
                 if prompt != bare and special:
-                    found.add(tuple(ids[special[-1] :]))
+                    found.add(tuple(ids[special[0] :]))
         return found
 
     def _tool_left_out(self, turns: Sequence[Turn], tools: Tools) -> str | None:
@@ -534,9 +535,7 @@ def qwen3_tokenizer(
             f"tokenizer.prompt_template={prompt_template} is not supported: Qwen3's own chat template decides; remove it"
         )
     if truncation_type != "right":
-        raise UserError(
-            f"tokenizer.truncation_type={truncation_type} is not supported: answers are at the end; use right"
-        )
+        raise UserError(f"tokenizer.truncation_type={truncation_type} is not supported: answers come last; use right")
     file = Path(special_tokens_path or path)
     if file.name != TOKENIZER:
         file = file.with_name(TOKENIZER)

@@ -115,9 +115,7 @@ def read_rows(name: str, settings: Probe, tokenizer: Any, max_seq_len: int | Non
         except UserError as error:
             raise UserError(f"{where} cannot be used ({error}); fix or remove that row") from error
         except Exception as error:  # a row can break any library's tokenizer
-            raise UserError(
-                f"{where} cannot be used ({type(error).__name__}: {error}); fix or remove that row"
-            ) from error
+            raise UserError(f"{where} cannot be used ({type(error).__name__}: {error}); fix or remove it") from error
         length = max(len(sample["tokens"]) for sample in samples)
         # A tokenizer with max_seq_len has cut the row: at that length nobody knows whether something is missing.
         if limit is not None and (length > limit or (length == limit and kind == "multiple_choice")):
@@ -170,9 +168,7 @@ def _transform(kind: str, rows: list[dict[str, Any]], settings: Probe, tokenizer
         return lambda row: _choices(question_of(row), tokenizer)
     row_format = _format_of(rows[0], settings)
     if (kind == "text") != (row_format.format == "text"):
-        raise UserError(
-            f"dataset.kind={kind}, but the rows look like {row_format.label}; set another kind, or kind=auto"
-        )
+        raise UserError(f"dataset.kind={kind}, but the rows look like {row_format.label}; set another, or kind=auto")
     if kind == "text":
         encode = TextToTokens(tokenizer, row_format.columns["text"])
         return lambda row: ([encode(row)], None)

@@ -129,9 +129,7 @@ def check_combinations(cfg: DictConfig, device: torch.device, ranks: int | None 
     _check_loss(cfg)
     build_kl(cfg)
     if cfg.regularizer is not None and isinstance(build(cfg.regularizer, "regularizer"), KL):
-        raise UserError(
-            "regularizer._component_=finch.regularization.KL has a separate block: name it under kl_penalty"
-        )
+        raise UserError("regularizer._component_=finch.regularization.KL has its own block: name it under kl_penalty")
     if cfg.regularizer is not None and cfg.optimizer_in_bwd:
         raise UserError(
             f"optimizer_in_bwd=True excludes regularizer={component_of(cfg.regularizer)}, whose gradient is added after the backward; set "

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from finch.optim.finch_lr import NonfiniteError
 from finch.training.checkpointer import Stop
 from finch.training.config_checks import check_output_folder, is_objective
 from finch.training.optimizer import optimizer_bytes
+from finch.training.reference import fingerprint_of
 from finch.weights.files import is_whole, side_files
 
 ACQUIRE_TIMEOUT_S = 5.0  # a holder that has been killed may take a moment to exit
@@ -161,9 +162,12 @@ class Run:
                 node.date = tokenizer.date
         return tokenizer
 
-    def identify(self, data: TrainingData, seed: int, prompts: Prompts | None) -> dict[str, Any]:
+    def identify(
+        self, data: TrainingData, seed: int, prompts: Prompts | None, weights: Iterable[Path]
+    ) -> dict[str, Any]:
         """The identity of the run, see :func:`identity_of`. Raises UserError if the checkpoint to resume from is another run's."""
         identity = identity_of(self._cfg, data, seed, prompts)
+        identity["digest of the weights"] = fingerprint_of(weights, 0, {})
         if self.resumed_from is not None:
             # Before anything is removed: a folder that is another run's stays as it is.
             checkpoint.check_identity(self.scalars, identity, self.resumed_from)

@@ -17,6 +17,7 @@ from finch.models.hf_config import is_tied
 from finch.models.qwen3 import qwen3_hf_to_tune, qwen3_tune_to_hf
 
 StateDict = dict[str, torch.Tensor]
+EMBEDDING = "tok_embeddings.weight"
 HEAD = "output.weight"  # torchtune's name of an output layer that is not tied to the embedding
 
 

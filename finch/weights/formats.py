@@ -15,12 +15,11 @@ from finch.base.errors import UserError
 from finch.base.files import is_disk_error
 from finch.config.instantiate import build, locate
 from finch.models.hf_config import CONFIG, check_folder, read_json
-from finch.weights.conversion import HEAD, StateDict, rows_of
+from finch.weights.conversion import EMBEDDING, HEAD, StateDict, rows_of
 from finch.weights.files import check_files, copy_side_files, stored_tensors
 from finch.weights.huggingface import HuggingFaceFolder, Part, PretrainedFolder, validate_against_hf_config
 
 PARAMS = "params.json"
-_EMBEDDING = "tok_embeddings.weight"
 _Convert = Callable[[StateDict], StateDict]
 
 
@@ -113,11 +112,6 @@ class NativeFolder(PretrainedFolder):
     def _to_torchtune(self, weights: StateDict) -> StateDict:
         return self._convert(weights)
 
-    def _is_head_tied(self) -> bool:
-        """Meta stores the head of tied models as well."""
-        stored = dict(self.weights())
-        return _EMBEDDING in stored and torch.equal(stored[HEAD], stored[_EMBEDDING])
-
     def _write_into(self, target: Path, like: StateDict, parts: Iterator[Part]) -> None:
         """One file under the name it was read from. All weights are held in memory, since they are pickled together."""
         state = {name: torch.empty_like(tensor, device="cpu") for name, tensor in like.items()}
@@ -128,7 +122,7 @@ class NativeFolder(PretrainedFolder):
             HEAD in self._to_torchtune({each.name: torch.empty(each.shape, device="meta")})
             for each in stored_tensors(self.files[0])
         ):
-            state[HEAD] = state[_EMBEDDING]
+            state[HEAD] = state[EMBEDDING]
         try:
             torch.save(self._convert_back(state), target / self.files[0].name)
         except RuntimeError as error:

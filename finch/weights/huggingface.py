@@ -24,7 +24,7 @@ from finch.base.files import write_text
 from finch.models.chat_template import CHAT_TEMPLATE, read_chat_template
 from finch.models.hf_config import CONFIG, FAMILIES, attention_window, check_folder, is_tied, read_config, rope_settings
 from finch.models.lora import adapter_parameters
-from finch.weights.conversion import HEAD, StateDict, StoredWeight, conversion_for, rows_of
+from finch.weights.conversion import EMBEDDING, HEAD, StateDict, StoredWeight, conversion_for, rows_of
 from finch.weights.files import (
     SAFETENSORS,
     SAFETENSORS_INDEX,
@@ -85,10 +85,6 @@ class PretrainedFolder(ABC):
         """Any part of the stored weights under torchtune's names and in its layout."""
 
     @abstractmethod
-    def _is_head_tied(self) -> bool:
-        """Whether a stored output layer is a copy of the embedding."""
-
-    @abstractmethod
     def _write_into(self, target: Path, like: StateDict, parts: Iterator[Part]) -> None:
         """Writes a model into an empty folder. ``like``: tensors of its shapes and dtypes, on the meta device."""
 
@@ -113,8 +109,12 @@ class PretrainedFolder(ABC):
                 ) from error
             is_whole = len(converted) == 1  # its heads are permuted by views, which give another shape the right one
             stored.update({key: shape if is_whole else tuple(tensor.shape) for key, tensor in converted.items()})
-        # Some folders of tied models store the embedding a second time, as a head that nothing reads.
-        if HEAD in stored and HEAD not in expected and self._is_head_tied():
+        if HEAD in stored and HEAD not in expected:
+            if not self._is_head_tied():
+                raise UserError(
+                    f"checkpointer.checkpoint_dir={self.folder} stores a head that differs from the embedding, which the model takes for both; give "
+                    f"the builder of an untied model, with tie_word_embeddings=false where there is a {CONFIG}, or remove the head"
+                )
             del stored[HEAD]
         for name in sorted(expected.keys() | stored.keys()):
             if expected.get(name) != stored.get(name):
@@ -123,6 +123,15 @@ class PretrainedFolder(ABC):
                 raise UserError(
                     f"model does not fit checkpointer.checkpoint_dir={self.folder}: there {name} {there}, the model {here}; give the builder of this checkpoint"
                 )
+
+    def _is_head_tied(self) -> bool:
+        """Whether the stored head is the embedding a second time, as some folders of tied models have it, and Meta's."""
+        tied = [
+            each.read(tuple(map(slice, each.shape)))
+            for each in (each for file in self.files for each in stored_tensors(file))
+            if self._rows_to_torchtune(each.name, each.shape[0]).keys() & {HEAD, EMBEDDING}
+        ]
+        return len(tied) == 2 and torch.equal(*tied)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The stored weights under torchtune's names, one at a time, on the CPU."""
@@ -258,9 +267,6 @@ class HuggingFaceFolder(PretrainedFolder):
 
     def _rows_to_torchtune(self, name: str, num_rows: int) -> dict[str, torch.Tensor]:
         return self._conversion.rows_to_torchtune(name, num_rows, self.config)
-
-    def _is_head_tied(self) -> bool:
-        return is_tied(self.config)
 
     def _model_name(self) -> str:
         return f"the {self.config['model_type']} model of its config.json"

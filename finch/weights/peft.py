@@ -51,9 +51,7 @@ class PeftFolder:
         # adapter_config.json has one rank and one alpha for all layers.
         shapes = {(layer.lora_a.out_features, scaling(layer)) for layer in layers.values()}
         if len(shapes) > 1:
-            raise UserError(
-                "the model's LoRA layers differ in rank or alpha; build them with one lora_rank and lora_alpha"
-            )
+            raise UserError("the model's LoRA layers differ in rank or alpha; give them one lora_rank and lora_alpha")
         weights = ((name, tensor.to("meta")) for name, tensor in decoder.state_dict().items() if name not in adapters)
         conversion, trained = conversion_for(base.config, str(base.folder)), {f"{name}.weight" for name in layers}
         self._stored = [each for each in conversion.stored_weights(weights, base.config) if trained & each.rows.keys()]

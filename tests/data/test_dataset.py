@@ -5,7 +5,7 @@ from helpers.rows import ROWS, dataset_config, openai, sharegpt
 from omegaconf import OmegaConf
 
 from finch.base.errors import UserError
-from finch.data.dataset import Row, load_dataset, load_unpacked
+from finch.data.dataset import Row, load_dataset
 
 INSTRUCT = "torchtune.datasets.instruct_dataset"
 COLUMNS = {"column_map": {"input": "question", "output": "answer"}}
@@ -79,15 +79,3 @@ def test_row_of_several_files_and_datasets_is_named(tokenizer, write, load):
     samples = load_dataset(OmegaConf.create({"dataset": [one, two]}), "dataset", tokenizer)
     numbered = [(files[0], 1), (files[1], 1), (files[1], 2), (files[2], 1), (files[2], 2), (files[2], 3)]
     assert [(samples.row(index).source, samples.row(index).number) for index in range(6)] == numbered
-
-
-@pytest.mark.parametrize("component", [INSTRUCT, ROWS])
-def test_load_unpacked_keeps_bad_rows(tokenizer, write, component):
-    file = write(QA, {"question": "a"}, QA)
-    config = dataset_config(file, _component_=component, packed=True, **COLUMNS)
-    samples = load_unpacked(config, "dataset", tokenizer)
-    assert len(samples) == 3
-    with pytest.raises(
-        UserError, match=r"dataset: row 2 of .*rows.jsonl cannot be used \(its field 'answer' is missing or null\)"
-    ):
-        samples[1]

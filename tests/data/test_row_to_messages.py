@@ -172,19 +172,24 @@ CALLED = {"type": "function", "function": {"name": "add", "arguments": {"a": Non
     [
         (CALL, [CALLED]),
         (f"[{CALL}, {CALL}]", [CALLED, CALLED]),
+        ('{"name": "add"}', [{"type": "function", "function": {"name": "add"}}]),
         ("add 2", None),
         ("[]", None),
         ("3", None),
-        ('{"name": "add"}', None),
+        ("{'name': 'add', 'arguments': {}}", None),
+        ('{"action": "add", "action_input": {}}', None),
     ],
 )
 def test_calls_of_sharegpt_reach_the_template_as_calls(value, calls, source):
     turns = [("human", "2+2"), ("function_call", value), ("observation", "4"), ("gpt", "4")]
     row = {"conversations": [{"from": role, "value": text} for role, text in turns]}
     row_format = dataclasses.replace(detect_columns(row, row), source=source)
-    found = RowToMessages(row_format, tokenizer=Reader())(row)["messages"][1]
-    assert getattr(found, "fields", {}).get("tool_calls") == calls
-    assert found.text_content == ("" if calls else value)
+    if calls is None:  # the model would learn to write the text, and no call
+        with pytest.raises(UserError, match="its turn 2 is a function_call that is no JSON of a name and arguments"):
+            RowToMessages(row_format, tokenizer=Reader())(row)
+    else:
+        found = RowToMessages(row_format, tokenizer=Reader())(row)["messages"][1]
+        assert (found.fields["tool_calls"], found.text_content) == (calls, "")
     assert RowToMessages(row_format)(row)["messages"][1].text_content == value  # torchtune's tokenizers write no calls
 
 
@@ -195,6 +200,14 @@ def test_what_no_template_writes_is_refused():
     ):
         with pytest.raises(UserError, match=message):
             RowToMessages(detect_columns(row, row))(row)  # torchtune's tokenizers write none
+
+
+@pytest.mark.parametrize("own", [{}, {"system": "Be brief."}])
+def test_train_on_input_learns_a_system_column_and_no_new_prompt(own):
+    row = {"messages": SAID, **own} if own else {"messages": [{"role": "system", "content": "Be brief."}, *SAID]}
+    for train, new, is_masked in ((True, None, False), (False, None, True), (True, "Be kind.", True)):
+        first = messages_of(row, train_on_input=train, new_system_prompt=new)[0]
+        assert (first.text_content, first.masked) == (new or "Be brief.", is_masked)
 
 
 def test_train_on_input_learns_no_turn_that_says_no():

@@ -44,11 +44,15 @@ def test_ends_that_texts_have_already_are_said_at_a_runs_start(write, tmp_path, 
     """With the template's own they are learned twice. So are empty texts, which only `finch check` said."""
     write_qwen3_tokenizer(tmp_path, [LONG])
     tokenizer = auto_tokenizer(str(tmp_path), max_seq_len=64)
-    rows = [{"question": SHORT, "answer": answer} for answer in (SHORT, f"{SHORT}<|im_end|>", " ", SHORT)]
+    templated = f"<|im_start|>user\n{SHORT}<|im_end|>\n<|im_start|>assistant\n"
+    answers = (SHORT, f"{SHORT}<|im_end|>", " ", SHORT, f"{SHORT}<|im_end|>\n")
+    rows = [*({"question": SHORT, "answer": each} for each in answers), {"question": templated, "answer": SHORT}]
     samples = rows_helper.load(tokenizer, write(*rows), packed=packed)
     validate_dataset(samples, 64, Parallel(torch.device("cpu")))
-    assert "dataset: 1 of 4 rows have BOS or the end of a turn twice in a row (row " in caplog.text
-    empty = "dataset: 1 of 4 rows have an empty text (row 3); the model learns to answer or to write it"
+    said = "dataset: 3 of 6 rows have BOS, the end of a turn or an answer's header in their texts (row"
+    assert said in caplog.text
+    assert packed or "(rows 2, 5, 6)" in caplog.text
+    empty = "dataset: 1 of 6 rows have an empty text (row 3); the model learns to answer or to write it"
     assert (empty in caplog.text) != packed
 
 

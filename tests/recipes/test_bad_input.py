@@ -90,7 +90,7 @@ def error_of(tmp_path):
         ("plain", "loss=finch.objectives.TALRR", "did you mean TALR"),
         ("plain", "loss=finch.objectives.TALR loss.tau=soon", "loss.tau=soon must be number > 0, auto, exact or lagged"),
         ("plain", "regularizer=finch.regularization.L2 regularizer.form=cubic", "regularizer.form=cubic must be sum, half or mean"),
-        ("plain", "regularizer=finch.regularization.KL", "regularizer._component_=finch.regularization.KL has a"),
+        ("plain", "regularizer=finch.regularization.KL", "regularizer._component_=finch.regularization.KL has its"),
         ("plain", f"{KL} kl_penalty.reference=base", "kl_penalty.reference=base must be online or cached"),
         ("plain", f"{KL} {CACHED} kl_penalty.top_k=65", "kl_penalty.top_k=65 is above the model's vocabulary of 64 tokens"),
         ("plain", "kl_penalty=finch.regularization.L2", "is not finch.regularization.KL"),
@@ -300,7 +300,10 @@ def test_folder_of_another_run_is_left_as_it_is(config, base_folder, tmp_path):
     def modified():
         return {path: path.stat().st_mtime_ns for path in first.folder.rglob("*") if path.name != run_files.LOCK}
 
-    before = modified()
+    before, other = modified(), tmp_path / "other" / base_folder.name
+    shutil.copytree(base_folder, other)
+    kept = load_file(other / "model.safetensors")
+    save_file({**kept, "model.norm.weight": kept["model.norm.weight"] + 0.1}, other / "model.safetensors")
     for overrides, message in (
         ([], "already holds a run; set resume_from_checkpoint=True"),
         ([resume, "batch_size=3"], "belongs to a run with global batch=4, this config says 3"),
@@ -308,6 +311,7 @@ def test_folder_of_another_run_is_left_as_it_is(config, base_folder, tmp_path):
         ([resume, "tokenizer.max_seq_len=9"], "belongs to a run with number of target tokens="),
         ([resume, "model.max_seq_len=32"], "belongs to a run with model="),
         ([resume, "loss=finch.objectives.FLOW"], "belongs to a run with loss="),
+        ([resume, f"checkpointer.checkpoint_dir={other}"], "belongs to a run with digest of the weights="),
         ([f"output_dir={base_folder / 'run'}"], "lies in checkpointer.checkpoint_dir"),
     ):
         assert message in run_here(tmp_path, config, *overrides).error()
