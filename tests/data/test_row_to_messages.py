@@ -204,7 +204,7 @@ def test_what_no_template_writes_is_refused():
 
 @pytest.mark.parametrize("own", [{}, {"system": "Be brief."}])
 def test_train_on_input_learns_a_system_column_and_no_new_prompt(own):
-    row = {"messages": SAID, **own} if own else {"messages": [{"role": "system", "content": "Be brief."}, *SAID]}
+    row = {"messages": [*SAID], **own} if own else {"messages": [{"role": "system", "content": "Be brief."}, *SAID]}
     for train, new, is_masked in ((True, None, False), (False, None, True), (True, "Be kind.", True)):
         first = messages_of(row, train_on_input=train, new_system_prompt=new)[0]
         assert (first.text_content, first.masked) == (new or "Be brief.", is_masked)
