@@ -167,7 +167,7 @@ class Run:
     ) -> dict[str, Any]:
         """The identity of the run, see :func:`identity_of`. Raises UserError if the checkpoint to resume from is another run's."""
         identity = identity_of(self._cfg, data, seed, prompts)
-        identity["digest of the weights"] = fingerprint_of(weights, 0, {})
+        identity["digest of the weights"] = fingerprint_of(weights, 0, {})[:16]
         if self.resumed_from is not None:
             # Before anything is removed: a folder that is another run's stays as it is.
             checkpoint.check_identity(self.scalars, identity, self.resumed_from)
