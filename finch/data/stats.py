@@ -257,10 +257,9 @@ def _is_doubled(sample: Mapping[str, Any], ends: list[Any], blanks: list[int], h
     repeated = np.flatnonzero(is_end[1:] & (tokens[1:] == tokens[:-1])).tolist()  # few
     if any(is_target[each + 1] or each == 0 for each in repeated):
         return True
+    # A text has the header without the empty thinking that a hybrid template adds.
+    parts = [header[:stop] for header in headers for stop in range(1, len(header) + 1)]
     closed = np.flatnonzero(is_end & ~is_target).tolist()
-    parts = [
-        header[:stop] for header in headers for stop in range(1, len(header) + 1)
-    ]  # the rest may be empty thinking
     return any(tokens[:end][-len(part) :].tolist() == part for end in closed for part in parts)
 
 
