@@ -189,9 +189,10 @@ def join(device: torch.device, sizes: MeshSizes, timeout: timedelta | None = Non
         device.type, (sizes.replicate, sizes.shard, sizes.tensor), mesh_dim_names=("dp_replicate", "dp_shard", "tp")
     )
     data_mesh = mesh["dp_replicate", "dp_shard"]
-    data_group = data_mesh._flatten("dp").get_group() if sizes.tensor > 1 else None
+    # The second: an L2 penalty over both is then one reduction.
+    flat = [data_mesh._flatten("dp"), mesh["dp_shard", "tp"]._flatten("dp_shard_tp")] if sizes.tensor > 1 else []
     if timeout is not None:  # else torch's ten minutes with NCCL, whatever distributed_timeout says
-        for group in filter(None, (*mesh.get_all_groups(), data_group)):
+        for group in (*mesh.get_all_groups(), *(each.get_group() for each in flat)):
             _set_pg_timeout(timeout, group)
     return Parallel(
         device,
@@ -200,7 +201,7 @@ def join(device: torch.device, sizes: MeshSizes, timeout: timedelta | None = Non
         # A dimension of one rank would be a copy to average over, or a shard, of nothing.
         mesh=data_mesh if sizes.replicate > 1 else mesh["dp_shard"],
         tensor_mesh=mesh["tp"] if sizes.tensor > 1 else None,
-        data_group=data_group,
+        data_group=flat[0].get_group() if flat else None,
         # NCCL would put what is pickled, such as reference losses of all rows, into the memory of every GPU.
         host_group=None if device.type == "cpu" or world_size == 1 else dist.new_group(timeout=timeout, backend="gloo"),
         data_parallel_size=world_size // sizes.tensor,

@@ -66,14 +66,15 @@ def test_parallel_on_two_ranks(tmp_path):
 TIMEOUTS = """
     from finch.distributed import parallel
     ranks = parallel.start(device, shard=False, timeout_s=77, sizes=parallel.MeshSizes(1, 2, 2))
-    groups = [ranks.mesh.get_group(), ranks.tensor_mesh.get_group(), ranks.data_group]
+    both = ranks.tensor_mesh._get_root_mesh()["dp_shard_tp"]  # what an L2 penalty sums over
+    groups = [ranks.mesh.get_group(), ranks.tensor_mesh.get_group(), ranks.data_group, both.get_group()]
     tell([each._get_backend(device).options._timeout.total_seconds() for each in groups])
     parallel.stop()
 """
 
 
 def test_all_groups_of_a_mesh_have_the_runs_timeout(tmp_path):
-    assert on_ranks(4, TIMEOUTS, tmp_path) == [[77, 77, 77]] * 4
+    assert on_ranks(4, TIMEOUTS, tmp_path) == [[77] * 4] * 4
 
 
 SHARDS = """
