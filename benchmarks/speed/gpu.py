@@ -293,7 +293,7 @@ def contend(program: str, file: str) -> None:
 class RandomModel(LoadedModel):
     """Random weights that are made on the device, without a pretrained folder."""
 
-    base: Any = SimpleNamespace(window=None)
+    base: Any = SimpleNamespace(window=None, files=())
 
     def __init__(self, cfg: DictConfig, precision: Precision, **_: Any) -> None:
         super().__init__(cfg, precision, has_files=False)
