@@ -23,6 +23,7 @@ from finch.models.chat_environment import CPU_SECONDS, RENDER_ERRORS, in_time
 from finch.models.hf_config import read_settings
 
 CHAT_TEMPLATE = "chat_template.jinja"
+_TOOL_USE = "additional_chat_templates/tool_use.jinja"
 THINKING = ("<think>", "</think>")
 THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a turn under which data sets have what an answer was thought to be; the first one that is there counts, as in transformers."""
@@ -92,20 +93,24 @@ class ChatTemplate:
 
 
 def read_chat_template(folder: Path) -> str | None:
-    """A folder's chat template: chat_template.jinja, or the field of tokenizer_config.json; None without one."""
-    file = folder / CHAT_TEMPLATE
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    config = folder / "tokenizer_config.json"
-    if not config.is_file():
-        return None
-    template = read_settings(config).get("chat_template")
-    if isinstance(template, list):  # several by name
-        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
-        template = named[0].get("template") if named else None
-        if template is None:
-            raise UserError(f"tokenizer: {config} has chat templates, but none named default; name one so")
-    return template
+    """A folder's chat template: chat_template.jinja, or the field of tokenizer_config.json; None without one. Of several by name the one called
+    default, and tool_use for rows with tools, as transformers chooses. Raises UserError if none is called default."""
+    config, files = folder / "tokenizer_config.json", {"default": CHAT_TEMPLATE, "tool_use": _TOOL_USE}
+    found = read_settings(config).get("chat_template") if config.is_file() else None
+    if (folder / CHAT_TEMPLATE).is_file():
+        there = {name: folder / file for name, file in files.items() if (folder / file).is_file()}
+        found = [{"name": name, "template": file.read_text(encoding="utf-8")} for name, file in there.items()]
+    if not isinstance(found, list):
+        return found
+    texts = [entry for entry in found if isinstance(entry, dict) and isinstance(entry.get("template"), str)]
+    named = {entry.get("name"): entry["template"] for entry in texts}
+    if "default" not in named:
+        raise UserError(f"tokenizer: {config} has chat templates, but none named default; name one so")
+    if "tool_use" not in named:
+        return named["default"]
+    # Jinja drops a line break after a tag, and the last one of a template.
+    own, other = (named[name].removesuffix("\n") for name in ("default", "tool_use"))
+    return f"{{% if tools %}}\n{other}{{% else %}}\n{own}{{% endif %}}"
 
 
 def try_template(source: str, variables: Mapping[str, Any], folder: Path) -> None:

@@ -93,9 +93,7 @@ def check_probes(cfg: DictConfig) -> None:
                 f"{text} needs a validation loss, or another metric in select_by: set dataset_validation, or early_stopping=null"
             )
         if cfg.save_last_epoch_only:
-            raise UserError(
-                f"{text} excludes save_last_epoch_only=True, which does not keep the best model; set one of them"
-            )
+            raise UserError(f"{text} excludes save_last_epoch_only=True, which does not keep the best model; set one")
     if cfg.select_by is not None:
         _check_selection(cfg.select_by, probes, validations)
 

@@ -186,9 +186,7 @@ def check_output_folder(cfg: DictConfig) -> list[Path]:
             raise UserError(f"output_dir={run} is a loop of links; give another folder") from error
     resume = cfg.resume_from_checkpoint
     if resume and cfg.overwrite:
-        raise UserError(
-            f"resume_from_checkpoint={resume} excludes overwrite=True, which would remove {run}; set one of them"
-        )
+        raise UserError(f"resume_from_checkpoint={resume} excludes overwrite=True, which would remove {run}; set one")
     checkpoints = find_resume_candidates(run, resume)
     is_own = any(run.resolve() in path.resolve().parents for path in checkpoints)
     # Another run's checkpoint goes on in a new folder; where a run is already there, what follows refuses.

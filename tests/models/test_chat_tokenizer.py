@@ -348,6 +348,27 @@ def test_named_templates(tmp_path):
             qwen3_of(tmp_path)
 
 
+@pytest.mark.parametrize("in_files", [False, True])
+def test_rows_with_tools_have_the_template_named_for_them(tmp_path, in_files):
+    write(tmp_path, "qwen3")
+    file, messages = tmp_path / "tokenizer_config.json", turns("who sings?", "a bird")
+    config = json.loads(file.read_text())
+    default = config.pop("chat_template")
+    texts = {"default": f"{default}\n", "tool_use": f"\n{{{{ tools | tojson }}}}\n{default}\n\n"}
+    if in_files:
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "chat_template.jinja").write_text(texts["default"])
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(texts["tool_use"])
+    else:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in texts.items()]
+    file.write_text(json.dumps(config))
+    tokenizer = finch.models.auto_tokenizer(str(tmp_path))
+    tools = [{"type": "function", "function": {"name": "sing", "parameters": {}}}]
+    found = [tokenize(tokenizer, messages, tools=each)[0] for each in (None, tools)]
+    assert found == [transformers_ids(tmp_path, messages, tools=each) for each in (None, tools)]
+    assert found[0] != found[1]
+
+
 def test_what_a_tokenizer_file_keeps_of_an_earlier_call_does_not_count(tmp_path):
     write(tmp_path, "qwen3")
     messages = turns("who sings?", "the red bird sings and the fox sleeps under the old tree")
