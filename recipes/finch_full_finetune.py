@@ -82,7 +82,7 @@ class FinchFullFinetune(FTRecipeInterface):
         self.loss.replay.read_prompts(self.tokenizer, self.data)
         self.num_steps = cfg.epochs * self.data.steps_per_epoch
         config_checks.check_replay(cfg, self.num_steps)
-        self.identity = self.run.identify(self.data, self.seed, self.loss.replay.prompts, self.base.files)
+        self.identity = self.run.identify(self.data, self.seed, self.loss.replay.prompts, self.loaded.digest)
 
     def setup_hooks(self) -> None:
         """All that observes the run, in the order in which it is called, and the run's folder: what else can fail before weights are loaded."""

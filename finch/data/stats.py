@@ -208,10 +208,13 @@ def collect_stats(samples: Samples, rank: int, ranks: int, max_seq_len: int | No
     for data in _row_parts(samples):
         data.tokenize(samples.key)
     tokenizers = [data.tokenizer for data in _row_parts(samples)]
-    added = [end for each in tokenizers for end in (getattr(each, "bos_id", None), *stop_tokens(each))]
-    ends, chat = [each for each in added if each is not None], [each for each in tokenizers if hasattr(each, "headers")]
+    bounds = [(getattr(each, "bos_id", None), *stop_tokens(each)) for each in tokenizers]
+    ends = [each for group in bounds for each in group if each is not None]
+    chat = [each for each in tokenizers if hasattr(each, "headers")]
     blanks = [each[0] for own in chat for text in ("\n", "\n\n", " ") if len(each := own.encode(text)) == 1]
     headers = [[each for each in header if each not in blanks] for own in chat for header in own.headers]
+    # A text has the header without the empty thinking that a hybrid template adds.
+    openings = [header[:stop] for header in headers for stop in range(1, len(header) + 1)]
     sample_lengths, content = np.zeros(len(samples), np.int32), np.zeros(len(samples), np.int64)
     for index in samples.rows[rank::ranks]:
         data, local_index, _ = samples.part_of(index)
@@ -239,7 +242,7 @@ def collect_stats(samples: Samples, rank: int, ranks: int, max_seq_len: int | No
         for position, length in enumerate(lengths):
             if limit is not None and length >= limit:
                 stats.truncated.add(samples.row(index, position))
-        is_doubled = _is_doubled(sample, ends, blanks, headers)
+        is_doubled = _is_doubled(sample, ends, blanks, openings)
         is_empty = isinstance(data, Rows) and data.is_empty(local_index)
         found = (stats.without_targets, targets == 0), (stats.empty, is_empty), (stats.doubled, is_doubled)
         for rows, is_so in (*found, (stats.unasked, _is_unasked(data, sample))):
@@ -249,7 +252,7 @@ def collect_stats(samples: Samples, rank: int, ranks: int, max_seq_len: int | No
     return stats + DatasetStats()  # sorted, and digests modulo 2^64
 
 
-def _is_doubled(sample: Mapping[str, Any], ends: list[Any], blanks: list[int], headers: list[list[int]]) -> bool:
+def _is_doubled(sample: Mapping[str, Any], ends: list[Any], blanks: list[int], openings: list[list[int]]) -> bool:
     """Whether texts have what is added to them, blanks aside: BOS or a learned end of a turn twice in a row, or an answer's header at their end."""
     shown = ~np.isin(sample["tokens"], blanks)
     tokens, is_target = sample["tokens"][shown], (sample["labels"] != IGNORE_INDEX)[shown]
@@ -257,10 +260,8 @@ def _is_doubled(sample: Mapping[str, Any], ends: list[Any], blanks: list[int], h
     repeated = np.flatnonzero(is_end[1:] & (tokens[1:] == tokens[:-1])).tolist()  # few
     if any(is_target[each + 1] or each == 0 for each in repeated):
         return True
-    # A text has the header without the empty thinking that a hybrid template adds.
-    parts = [header[:stop] for header in headers for stop in range(1, len(header) + 1)]
     closed = np.flatnonzero(is_end & ~is_target).tolist()
-    return any(tokens[:end][-len(part) :].tolist() == part for end in closed for part in parts)
+    return any(tokens[:end][-len(each) :].tolist() == each for end in closed for each in openings)
 
 
 def _is_unasked(data: Any, sample: Mapping[str, Any]) -> bool:

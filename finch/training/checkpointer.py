@@ -223,7 +223,7 @@ class Checkpointer:
             elif name not in self._user_hooks:
                 hook.load_state_dict(scalars)
             else:
-                logger.warning(f"hooks.{name} has no state in {folder}: starts from the weights of step {state.step}")
+                logger.warning(f"hooks.{name} has no state in {folder}: it starts from step {state.step}'s weights")
                 # Again: before, it has seen the pretrained weights, and now those of the checkpoint.
                 hook.prepare(trainer)
         # Last, since anything above may have drawn random numbers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import platform
 import time
@@ -108,11 +109,16 @@ class LoadedModel:
             f"has, since finch's model has no window; tokenizer.max_seq_len={window} cuts them there"
         )
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of the pretrained weights."""
+        return fingerprint_of(self.base.files, 0, {})
+
     def check_room(self, parallel: Parallel) -> None:
         """Raises UserError, on all ranks, if one has other pretrained weights, or a GPU less free memory than weights and optimizer states take
         there; a collective."""
         if parallel.world_size > 1:
-            parallel.require_equal("pretrained weights", fingerprint_of(self.base.files, 0, {}))
+            parallel.require_equal("pretrained weights", self.digest)
         if self._cfg.fsdp_cpu_offload:
             return
         weights, bytes_of = list(self.decoder.parameters()), optimizer_bytes(self._cfg, self._precision)

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ from finch.optim.finch_lr import NonfiniteError
 from finch.training.checkpointer import Stop
 from finch.training.config_checks import check_output_folder, is_objective
 from finch.training.optimizer import optimizer_bytes
-from finch.training.reference import fingerprint_of
 from finch.weights.files import is_whole, side_files
 
 ACQUIRE_TIMEOUT_S = 5.0  # a holder that has been killed may take a moment to exit
@@ -162,12 +161,9 @@ class Run:
                 node.date = tokenizer.date
         return tokenizer
 
-    def identify(
-        self, data: TrainingData, seed: int, prompts: Prompts | None, weights: Iterable[Path]
-    ) -> dict[str, Any]:
+    def identify(self, data: TrainingData, seed: int, prompts: Prompts | None, digest: str) -> dict[str, Any]:
         """The identity of the run, see :func:`identity_of`. Raises UserError if the checkpoint to resume from is another run's."""
-        identity = identity_of(self._cfg, data, seed, prompts)
-        identity["digest of the weights"] = fingerprint_of(weights, 0, {})[:16]
+        identity = identity_of(self._cfg, data, seed, prompts, digest)
         if self.resumed_from is not None:
             # Before anything is removed: a folder that is another run's stays as it is.
             checkpoint.check_identity(self.scalars, identity, self.resumed_from)
@@ -531,14 +527,16 @@ def exported_bytes(decoder: TransformerDecoder, dtype: torch.dtype | None, *, ad
     return sum(weight.numel() * (dtype or weight.dtype).itemsize for weight in exported.values())
 
 
-def identity_of(cfg: DictConfig, data: TrainingData, seed: int, prompts: Prompts | None) -> dict[str, Any]:
-    """Config keys and properties of the data and of the replayed ``prompts``, as plain JSON; saved in every checkpoint."""
+def identity_of(cfg: DictConfig, data: TrainingData, seed: int, prompts: Prompts | None, digest: str) -> dict[str, Any]:
+    """Config keys, properties of the data and of the replayed ``prompts``, and the pretrained weights' ``digest``, as plain JSON; saved in every
+    checkpoint."""
     stats, mixture = data.stats, data.mixture
     return {
         "model": OmegaConf.to_container(cfg.model, resolve=True),
         **({} if cfg.tokenizer.get("date") is None else {_DATE: cfg.tokenizer.date}),
         # Without the folders above it, which may be others where the run is resumed.
         "checkpointer.checkpoint_dir": Path(cfg.checkpointer.checkpoint_dir).resolve().name,
+        "digest of the weights": digest[:16],
         "optimizer._component_": component_of(cfg.optimizer),
         "lr_scheduler._component_": component_of(cfg.lr_scheduler),
         "dtype": cfg.dtype,

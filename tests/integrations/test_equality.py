@@ -39,7 +39,7 @@ ON_TWO_RANKS = """
     # Three rows in the four micro-batches of a step: one has none, and is a pass all the same.
     replayed = {{"is_replayed": True, "is_sharded": True, "share": 3 / 16, "save_strategy": "no"}}
     curves["self-replay, FSDP2"] = run_trainer(data, folder / "replay_fsdp", **replayed)
-    # Last, since Accelerate keeps what it was told of the devices.
+    # These come last: they change Accelerate's PartialState, which lasts as long as the process.
     run_trainer(data, folder / "measured", fsdp=True, measured=folder / "rows.jsonl", save_strategy="no")
     curves["self-replay, fsdp=True"] = run_trainer(data, folder / "accelerate", fsdp=True, is_replayed=True)
     checkpoint = str(folder / "accelerate" / "checkpoint-4")

@@ -200,5 +200,5 @@ def test_mistake_is_one_line(setting, message, shared_data, tmp_path):
     assert done.returncode == 1
     lines = [line for line in done.stdout.splitlines() if "finch: error" in line]
     assert len(lines) == 1, done.stdout[-3000:]
-    assert message in lines[0]
+    assert lines[0].startswith(f"finch: error: {message}")
     assert "UserError" not in done.stdout
