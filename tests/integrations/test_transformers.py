@@ -20,6 +20,7 @@ from helpers.rows import write_lines
 from helpers.runs import ROOT
 from helpers.tokenizers import write_qwen3_tokenizer
 from tokenizers import Tokenizer, models
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import GenerationConfig, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 from trl import SFTConfig, SFTTrainer
@@ -549,6 +550,24 @@ def test_replay_that_would_not_train_is_refused(tmp_path):
         replay.on_train_begin(args, state, model=make_model())
     with pytest.raises(UserError, match=r"^fp16 scales the loss"):
         replay.on_train_begin(args, state, model=make_model(), optimizer=SimpleNamespace(scaler=object()))
+
+
+def test_deepspeed_and_fsdp1_are_refused(tmp_path):
+    class Wrapped(FullyShardedDataParallel):
+        __init__ = torch.nn.Module.__init__  # its own needs a GPU
+
+    replay, measuring = SelfReplay(prompts=["a"], max_new_tokens=2), ForgettingCallback(None, prompts=["a"])
+    for callback, words in ((finch(), "use fsdp=True"), (replay, "use DDP or FSDP2"), (measuring, "use DDP or FSDP2")):
+        trainer = make_trainer(tmp_path, model=make_model())
+        trainer.args.deepspeed_plugin = object()
+        given: Any = {"model": trainer.model, "processing_class": tokenizer_of_words(), "optimizer": None}
+        with pytest.raises(UserError, match=f"(?i)deepspeed.*{words}"):
+            callback.on_train_begin(trainer.args, trainer.state, trainer.control, **given)
+    model = Wrapped()
+    model.inner = make_model()
+    args: Any = SimpleNamespace()
+    with pytest.raises(UserError, match="FSDP1 and DeepSpeed do not allow"):
+        replay.on_train_begin(args, args, model=torch.nn.Sequential(model))
 
 
 def test_loader_that_a_trainer_keeps_has_its_collator_again(tmp_path, monkeypatch):

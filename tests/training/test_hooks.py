@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,10 +19,13 @@ from helpers.runs import (
     run_ranks,
     validated,
 )
+from omegaconf import OmegaConf
+from torchtune import training
 
 from finch.base import status
 from finch.distributed.parallel import Parallel
 from finch.training.checkpointer import Stop, TrainState
+from finch.training.hooks import StepChecks
 from finch.training.run import RunLock
 from finch.weights.huggingface import HuggingFaceFolder
 
@@ -246,6 +250,17 @@ def test_no_hook_reads_the_device_unless_one_wanted_to(folder, base_folder, rows
     config = make_config(base_folder, rows_file, tmp_path / "run", log_every_n_steps=4, probes=probes)
     folder.joinpath("config.yaml").write_text(json.dumps(config))
     assert on_ranks(1, code, folder) == [[False, False, True, False]]  # the probes
+
+
+@pytest.mark.parametrize(
+    ("is_asked", "device", "expected"), [(True, "cuda", [3, 6]), (True, "cpu", []), (False, "cuda", [])]
+)
+def test_memory_statistics_are_read_at_the_steps_that_are_logged(is_asked, device, expected, monkeypatch):
+    monkeypatch.setattr(training, "get_memory_stats", lambda device: {"peak_memory_active": 1.0})
+    settings = {"debug_checks": False, "log_every_n_steps": 3, "log_peak_memory_stats": is_asked}
+    checks = StepChecks(OmegaConf.create(settings))
+    checks.start(SimpleNamespace(parallel=SimpleNamespace(device=torch.device(device))))
+    assert [step for step in range(1, 8) if checks.after_step(SimpleNamespace(step=step))] == expected
 
 
 def test_state_of_hooks_is_collected_in_the_configs_order(folder, base_folder, rows_file, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from helpers.causal_lm import finch_rates, mean_loss
-from helpers.runs import finch
+from helpers.runs import ROOT, finch
 from helpers.titan_runs import start
 
 from benchmarks.tiny_job import torchrun
@@ -94,6 +94,17 @@ def test_rates_equal_the_recipes(one_rank, two_ranks, recipe_runs, ranks):
         assert largest_difference(run.column("lr"), expected.column("lr")[:12]) < 1e-6
         assert largest_difference(run.column("loss"), expected.column("loss")[:12]) < 5e-6
         assert run.column("num_target_tokens") == expected.column("num_target_tokens")[:12]
+
+
+def test_losses_of_the_page_are_those_of_the_runs(one_rank, two_ranks, recipe_runs):
+    runs = recipe_runs["straight"], one_rank["straight"], two_ranks["fsdp"], two_ranks["tensor"]
+    page = (ROOT / "docs/titan.md").read_text().split("| loss: recipe |")[1].split("\n\n")[0]
+    rows = [[float(cell) for cell in line.strip("|").split("|")] for line in page.splitlines()[2:]]
+    assert len(rows) == 5
+    for step, rate, *losses in rows:
+        index = int(step) - 1
+        assert rate == pytest.approx(runs[0].column("lr")[index], rel=1e-6)
+        assert losses == pytest.approx([run.column("loss")[index] for run in runs], rel=1e-6)
 
 
 @pytest.mark.parametrize("objective", ["dft", "eaft", "talr"])
