@@ -21,18 +21,12 @@ _COMMANDS = {
         "run": ("cli.run", "train: a config's recipe on one process or several ranks"),
         "check": ("plan.commands.check", "check a run and estimate its memory, without training"),
         "sweep": ("study.commands.sweep", "train and evaluate the runs of a grid, here or as a Slurm job array"),
-        "average": (
-            "evaluation.commands.average",
-            "average a run's model with its pretrained one, as far as it keeps what was learned",
-        ),
+        "average": ("evaluation.commands.average", "average a run with its pretrained model, keeping what was learned"),
     },
     "measure": {
         "chat": ("evaluation.commands.chat", "the pretrained and the tuned model's answers to a prompt, side by side"),
         "evaluate": ("evaluation.commands.evaluate", "measure what tuned models have learned and forgotten"),
-        "report": (
-            "study.commands.report",
-            "what runs have learned and what they have forgotten, as a page and tables",
-        ),
+        "report": ("study.commands.report", "what runs have learned and what they have forgotten: a page and tables"),
     },
     "look up": {
         "list": ("plan.commands.lists", "methods, models, and the keys of a config; configs, to be shown and copied")
@@ -46,11 +40,7 @@ _COMMANDS = {
 _MODES = {
     "run": ("--slurm", "cli.slurm_submit", "check a run's config and submit it with sbatch"),
     "check": ("--exact", "plan.commands.estimate", "memory, collectives and time of a step, from one on fake tensors"),
-    "average": (
-        "--tuned DIR",
-        "evaluation.commands.wise_ft",
-        "average a model, run or sweep with --base, at any alpha",
-    ),
+    "average": ("--tuned DIR", "evaluation.commands.wise_ft", "average a model, run or sweep with --base at any alpha"),
     "evaluate": ("--judge URL", "evaluation.commands.judge", "score the language task by a model on a server"),
     "report": ("--select-lr", "study.commands.select_lr", "the largest learning rate of a sweep that forgets little"),
     "doctor": ("--gpu", "plan.commands.gpu_check", "check that this machine's GPUs compute a training step right"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -136,6 +137,9 @@ def build_update(
     """
     parameters = list(model.trained_parameters().values())
     optimizers = build_optimizers(cfg, parameters, precision, parallel.device, tensor_lr=is_finch(cfg))
+    is_rounded = cfg.dtype == "bf16" and not cfg.optimizer.get("bf16_stochastic_round")
+    if is_rounded and not is_resumed and "adam" in cfg.optimizer["_component_"].lower():
+        check_rounding(parameters, float(optimizers[0].param_groups[0]["lr"]), parallel)
     init = cfg.lr_scheduler.get("init") if is_finch(cfg) else None
     if is_resumed:
         # The checkpoint has the EMA: a resumed run need not have the losses that `dataset` starts from.
@@ -144,6 +148,19 @@ def build_update(
         init = reference.mean
     schedule = build_schedule(cfg, optimizers, init=init, num_steps=num_steps)
     return make_update(cfg, model, optimizers, schedule, parallel)
+
+
+def check_rounding(parameters: Iterable[nn.Parameter], rate: float, parallel: Parallel) -> None:
+    """Warns if most weights in bf16 are too large for an update of the learning rate's size, which Adam's rarely exceeds."""
+    # Weights from 2^e to 2^(e + 1) lie 2^(e - 7) apart: an update below half of that is rounded away.
+    too_large = math.ldexp(1.0, math.frexp(rate)[1] + 8)
+    shards = [dtensor.to_local(each.detach()) for each in parameters]
+    counts = [sum(int((shard.abs() >= too_large).sum()) for shard in shards), sum(shard.numel() for shard in shards)]
+    lost, total = parallel.all_reduce_sum_(torch.tensor(counts, device=parallel.device)).tolist()
+    if lost > total / 2:
+        logger.warning(
+            f"optimizer.lr={rate:g}: in bf16 {lost / total:.0%} of the weights are so large that an update of this size is rounded away; dtype=bf16_mixed and bf16_stochastic keep it"
+        )
 
 
 def make_update(

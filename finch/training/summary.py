@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -128,12 +129,7 @@ def _mean_loss(steps: Sequence[Mapping[str, Any]], epoch: int) -> float:
 def forgetting(lines: Sequence[Mapping[str, Any]], best_epoch: int | None) -> list[str]:
     """A line for each metric of a probe: its value at step 0, and its change since then at the best epoch (from 0) and at the last evaluation."""
     evaluations = [line for line in lines if any(key.startswith("probe/") for key in line)]
-    keys = {
-        key: None
-        for line in evaluations
-        for key in line
-        if key.startswith("probe/") and key.endswith(("/loss", "/accuracy", "/kl"))
-    }
+    keys = dict.fromkeys(key for line in evaluations for key in line if re.match("probe/.+/(loss|accuracy|kl)$", key))
     found = []
     for key in keys:
         measured = [line for line in evaluations if line.get(key) is not None]

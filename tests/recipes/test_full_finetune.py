@@ -19,6 +19,7 @@ from helpers.runs import (
     weights,
 )
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from finch.config.instantiate import build
@@ -136,6 +137,25 @@ def test_torchtune_options_train(changes, tmp_path, tiny, two_epochs, monkeypatc
         assert losses == pytest.approx(two_epochs.column("loss")[:11], rel=1e-5)
     else:
         assert sum(losses[-5:]) < sum(losses[:5])
+
+
+def test_updates_that_bf16_rounds_away_are_said_at_the_start(tmp_path, tiny, base_folder):
+    """Their share is that of the pretrained weights, over all ranks; a resumed run does not say it again."""
+    config, weights = tiny(epochs=1), load_file(base_folder / "model.safetensors").values()
+    values = torch.cat([each.bfloat16().flatten() for each in weights]).tolist()
+    share = sum(2.0 ** (math.floor(math.log2(abs(each))) - 8) > 1e-5 for each in values) / len(values)
+    text = f"optimizer.lr=1e-05: in bf16 {share:.0%} of the weights are so large that an update of this size is rounded away"
+    started, resumed, mixed = (
+        finished(tmp_path, config, "optimizer.lr=1e-5", *changes, ranks=2).output
+        for changes in (
+            ["dtype=bf16"],
+            ["dtype=bf16", "epochs=2", "resume_from_checkpoint=True"],
+            ["dtype=bf16_mixed", "overwrite=True"],
+        )
+    )
+    assert started.count(text) == 1
+    assert "resumed from step" in resumed
+    assert "rounded away" not in resumed + mixed
 
 
 def test_next_batch_is_fetched_before_a_step_is_read(tmp_path, tiny, two_epochs, monkeypatch):

@@ -1,5 +1,6 @@
 """The norm of gradients, and clipping by it in the optimizer's kernel."""
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from finch import FinchLR
 from finch.distributed.parallel import Parallel
 from finch.optim.torch_lr import TorchLR
 from finch.training.clipping import grad_norm
-from finch.training.optimizer import Update
+from finch.training.optimizer import Update, check_rounding
 
 
 def weights(dtype: torch.dtype) -> dict[str, nn.Parameter]:
@@ -63,6 +64,21 @@ def test_clipping_in_the_kernel_is_that_in_memory(is_finch: bool) -> None:
         trained.append(torch.cat([parameter.detach() for parameter in parameters.values()]))
     torch.testing.assert_close(*trained, rtol=1e-6, atol=0)
     assert not torch.equal(trained[0], torch.cat([each.detach() for each in weights(torch.float32).values()]))
+
+
+@pytest.mark.parametrize(("rate", "is_said"), [(2e-5, True), (1e-3, True), (3e-3, False)])
+def test_share_that_bf16_rounds_away_is_that_of_an_adam_step(rate: float, is_said: bool, caplog) -> None:
+    """Adam's first update is the learning rate, here away from 0."""
+    parameters = list(weights(torch.bfloat16).values())
+    before = [each.detach().clone() for each in parameters]
+    check_rounding(parameters, rate, Parallel(torch.device("cpu")))
+    for each in parameters:
+        each.grad = -each.detach().sign()
+    torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0, fused=True).step()
+    equal = torch.cat([one == other for one, other in zip(before, parameters, strict=True)]).double().mean()
+    assert (equal > 0.5) == is_said
+    said = [re.findall(r"in bf16 (\d+%) of the weights", line.message) for line in caplog.records]
+    assert said == [[f"{equal:.0%}"]] * is_said
 
 
 def test_steps_on_local_shards_are_those_on_dtensors_bit_for_bit(tmp_path) -> None:
