@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from finch.base.errors import UserError
+from finch.base.log import logger
 from finch.config.instantiate import did_you_mean
 from finch.evaluation.results import NEW, OLD, Sample
-from finch.evaluation.tasks.task import Records, Task
+from finch.evaluation.tasks.task import Records, Task, mean
 
 CUSTOM = "custom"
 """The suite of such tasks."""
@@ -30,7 +31,8 @@ def check_name(name: str, manager: Any) -> None:
 def custom_task(name: str, manager: Any, *, is_new: bool, has_chat_template: bool) -> Task:
     """A task for lm-eval's task, group or tag of that name.
 
-    The headline is acc_norm, acc or exact_match, else the first metric. Generated answers use the chat template where there is
+    The headline is acc_norm, acc or exact_match, else the first metric; of a task with several filters, such as gsm8k's strict-match and
+    flexible-extract, the first one's, and the others' means are in ``others``. Generated answers use the chat template where there is
     one, log-likelihoods do not.
 
     Args:
@@ -51,15 +53,20 @@ def custom_task(name: str, manager: Any, *, is_new: bool, has_chat_template: boo
     metric = next((each for each in _HEADLINES if each in metrics), metrics[0] if metrics else None)
     if metric is None or "perplexity" in metric:
         raise UserError(f"--tasks {name} has no score per document ({metric or 'no metric'}); leave it out")
+    first_filter, *filters = [each["name"] for each in first.config.filter_list or ()] or [""]
+    shown = f"{metric},{first_filter}" if filters else metric  # as lm-eval writes it
+    if filters:
+        logger.warning(f"--tasks {name}: the table has {shown}; {', '.join(filters)}: in {CUSTOM}.json, under others")
     options: dict[str, Any] = next((each for each in first.config.metric_list if each["metric"] == metric), {})
     return Task(
         name=name,
         suite=CUSTOM,
         role=NEW if is_new else OLD,
-        metric=metric,
-        measure=f"{name} of lm-eval ({_digest(parts)}), {metric}",
+        metric=shown,
+        measure=f"{name} of lm-eval ({_digest(parts)}), {shown}",
         lm_eval_names=tuple(parts),
         read_samples=lambda records: _samples(records, metric),
+        others=lambda samples: {each: mean(samples, each) for each in (f"{metric},{name}" for name in filters)},
         uses_chat_template=has_chat_template and first.OUTPUT_TYPE == "generate_until",
         is_higher_better=bool(options.get("higher_is_better", True)),
         shots=first.config.num_fewshot or 0,
@@ -88,6 +95,10 @@ def _samples(records: Records, metric: str) -> list[Sample]:
     samples = []
     for task, documents in records.items():
         first_filter = documents[0]["filter"] if documents else None
+        others: dict[Any, dict[str, Any]] = {document["doc_id"]: {} for document in documents}
+        for document in documents:
+            if document["filter"] != first_filter:
+                others[document["doc_id"]][f"{metric},{document['filter']}"] = document.get(metric)
         for document in sorted(documents, key=lambda each: each["doc_id"]):
             if document["filter"] == first_filter:
                 number = document["doc_id"]
@@ -104,5 +115,5 @@ def _samples(records: Records, metric: str) -> list[Sample]:
                 # Texts, or log-likelihoods.
                 responses = [each[0] if isinstance(each, tuple | list) else each for each in document["filtered_resps"]]
                 sample = {"doc_id": doc_id, "doc_hash": document["doc_hash"], "score": float(score)}
-                samples.append({**sample, "responses": responses})
+                samples.append({**sample, "responses": responses, **others[number]})
     return samples

@@ -17,12 +17,15 @@ from safetensors.torch import save_file
 
 from finch.base.errors import UserError, writing
 from finch.base.run_files import CELL, CONFIG, HF_CONFIG, chosen_model
-from finch.models.hf_config import check_folder, read_config
+from finch.models.hf_config import check_folder, read_config, rope_settings
 from finch.weights import files
 
 _BLENDED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Settings of config.json that change a model and not the shapes of its weights.
-_EQUAL = ("model_type", "num_attention_heads", "num_key_value_heads", "rope_theta")
+_EQUAL = (
+    *("model_type", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "hidden_act"),
+    *("rope_type", "rope_theta", "factor"),
+)
 _REMEDY = "give the model that was tuned as the base"
 
 
@@ -143,7 +146,8 @@ def _targets(alphas: Sequence[float], out: Path) -> list[Path]:
 def check_settings(base: Path, tuned: Path, keys: Sequence[str]) -> None:
     """Raises UserError for one of ``keys`` of config.json in which the folders differ; one that a folder leaves open may be anything."""
     configs = [read_config(folder, option) for folder, option in ((base, "--base"), (tuned, "--tuned"))]
-    before, after = ({**config, **(config.get("text_config") or {})} for config in configs)
+    models = ({**config, **(config.get("text_config") or {})} for config in configs)
+    before, after = ({**model, **rope_settings(model)} for model in models)
     for key in keys:
         one, other = before.get(key), after.get(key)
         if one is not None and other is not None and one != other:

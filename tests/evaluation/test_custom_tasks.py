@@ -14,9 +14,9 @@ from finch.evaluation.results import NEW, OLD
 class Manager:
     """lm-eval's, with one task."""
 
-    def __init__(self, *metrics, kind="multiple_choice", parts=("arc_easy",)):
+    def __init__(self, *metrics, kind="multiple_choice", parts=("arc_easy",), filters=None):
         listed = [{"metric": metric, "higher_is_better": True} for metric in metrics]
-        config = SimpleNamespace(metric_list=listed, num_fewshot=5)
+        config = SimpleNamespace(metric_list=listed, num_fewshot=5, filter_list=filters)
         self.documents = [{"question": f"{name}?"} for name in "abcdefghij"]
         self.settings = {"doc_to_choice": ["yes", "no"]}
         part = SimpleNamespace(
@@ -60,6 +60,23 @@ def test_generated_answers_use_the_chat_template():
     assert task.definition(True).endswith("; 5-shot; chat template")
     plain = custom_task("arc_easy", Manager("f1", kind="generate_until"), is_new=False, has_chat_template=False)
     assert plain.definition(False).endswith("; 5-shot; no chat template")
+
+
+def test_filters_are_named_and_all_scored(caplog):
+    """As gsm8k's; lm-eval logs a record of a document for each filter."""
+    filters = [{"name": "strict"}, {"name": "flexible"}]
+    manager = Manager("exact_match", kind="generate_until", filters=filters)
+    task = custom_task("arc_easy", manager, is_new=False, has_chat_template=False)
+    assert task.metric == "exact_match,strict"
+    assert "; flexible: in custom.json, under others" in caplog.text
+    found = [
+        {**record(number, exact_match=score), "filter": name}
+        for name, scores in (("strict", (0.0, 0.0)), ("flexible", (1.0, 0.0)))
+        for number, score in enumerate(scores)
+    ]
+    samples = task.samples({"arc_easy": found})
+    assert [sample["score"] for sample in samples] == [0.0, 0.0]
+    assert task.others(samples) == {"exact_match,flexible": 0.5}
 
 
 def test_documents_of_a_group_have_separate_ids():

@@ -196,6 +196,7 @@ def truncate(folder):
         (lambda base, tuned: (base / "config.json").unlink(), r"--base=.*base has no config\.json"),
         (lambda base, tuned: (tuned / "config.json").write_text("{"), r"tuned/config\.json is not JSON"),
         (change_config(num_attention_heads=8), "has num_attention_heads=4, --tuned=.* has num_attention_heads=8; give the model"),
+        (change_config(rope_parameters={"rope_type": "default", "rope_theta": 5e5}), "has rope_theta=.*, --tuned=.* has rope_theta=500000.0; give the model"),
         (lambda base, tuned: shutil.rmtree(base), r"--base=.*base is not a folder"),
         (lambda base, tuned: (base.parent / "out").touch(), "out is a file; give a folder"),
     ],

@@ -44,6 +44,14 @@ def test_missing_folders_are_named(refused):
     assert "--data-root=/nowhere is not a folder" in refused("--data-root", "/nowhere")
 
 
+def test_own_task_of_a_name_that_finch_has_is_refused(refused, tmp_path):
+    """It would be reported, and kept, as finch's."""
+    for name in ("hellaswag", "mmlu_anatomy"):
+        (tmp_path / "own.yaml").write_text(f"task: {name}\ndataset_path: json\n")
+        line = refused("--include-path", tmp_path, "--tasks", "arc_easy", suite=())
+        assert line == f"{tmp_path}: {name} is the name of a task of finch; give yours another one"
+
+
 def test_out_that_cannot_be_written_is_named(refused, tmp_path):
     out = tmp_path / "rows.jsonl/out"
     out.parent.touch()
