@@ -46,9 +46,7 @@ def check_plan(decoder: TransformerDecoder, plan: Plan, size: int) -> None:
             )
     for what, heads in (("attention heads", attention.num_heads), ("key-value heads", attention.num_kv_heads)):
         if heads % size:
-            raise UserError(
-                f"tensor_parallel_dim={size} does not divide the model's {heads} {what}; give a divisor of {heads}"
-            )
+            raise UserError(f"tensor_parallel_dim={size} does not divide the model's {heads} {what}; give a divisor")
     for name, module in decoder.named_modules():
         # A norm without weights has no gradient that could be incomplete.
         within_heads = name.endswith((".attn.q_norm", ".attn.k_norm")) and any(True for _ in module.parameters())

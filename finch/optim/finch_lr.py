@@ -522,9 +522,7 @@ class ParamGroups:
         self.optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
         for each in self.optimizers:
             if not hasattr(each, "param_groups"):
-                raise TypeError(
-                    f"{type(each).__name__} is no optimizer; pass a torch.optim.Optimizer, or a list of them"
-                )
+                raise TypeError(f"{type(each).__name__} is no optimizer; pass one of torch.optim, or a list of them")
         bases = [float(group.setdefault("initial_lr", float(group["lr"]))) for group in self]
         if not bases:
             raise ValueError("optimizer holds no param group: there is no learning rate to set")

@@ -8,7 +8,7 @@ from finch.base import run_files
 from finch.base.log import logger
 from finch.config.schema import Budget
 from finch.training.checkpointer import TrainState
-from finch.training.hooks import Hook, Trainer
+from finch.training.hooks import Hook, Trainer, to_continue
 
 
 class ForgettingBudget(Hook):
@@ -65,7 +65,7 @@ class ForgettingBudget(Hook):
     def _stop_if_exceeded(self, state: TrainState) -> None:
         settings = self._settings
         if settings is not None and settings.action == "stop" and self._last is not None and not self._is_inside():
-            state.request_stop(f"{run_files.BUDGET}; raise max_increase to continue", by_all=True)
+            state.request_stop(f"{run_files.BUDGET}{to_continue(self._trainer, 'max_increase')}", by_all=True)
 
     def _follow(self, state: TrainState) -> None:
         """Takes the metrics of an evaluation, and warns where it is the first one outside."""

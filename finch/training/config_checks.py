@@ -27,11 +27,7 @@ from finch.training.kl_penalty import build_kl
 from finch.training.optimizer import finch_warning, loss_schedule, torch_schedule
 
 _PLAIN_CROSS_ENTROPY = (nn.CrossEntropyLoss, CEWithChunkedOutputLoss)
-_DEFAULT_LOSS_ARGUMENTS = (
-    ("ignore_index", -100),
-    ("reduction", "mean"),
-    ("label_smoothing", 0.0),
-)
+_DEFAULT_LOSS_ARGUMENTS = (("ignore_index", -100), ("reduction", "mean"), ("label_smoothing", 0.0))
 
 
 def check(cfg: DictConfig, device: torch.device, ranks: int | None = None) -> None:
@@ -235,9 +231,7 @@ def _check_loss(cfg: DictConfig) -> None:
         )
     for key, value in cfg.loss.items():
         if key not in ("_component_", "num_output_chunks") and (key, value) not in _DEFAULT_LOSS_ARGUMENTS:
-            raise UserError(
-                f"loss.{key}={value} would change plain cross-entropy, which this recipe computes; remove it"
-            )
+            raise UserError(f"loss.{key}={value} changes plain cross-entropy, which this recipe computes; remove it")
 
 
 def _check_optimizer(cfg: DictConfig) -> None:

@@ -160,8 +160,11 @@ class Preemption(Hook):
 class NonfiniteGuard(Hook):
     """Ends the run where a loss, a gradient or a weight is not finite. Schedules raise and skip by themselves where they read the loss."""
 
+    def __init__(self) -> None:
+        self._num_skipped = Counter[str]()
+
     def start(self, trainer: Trainer) -> None:
-        self._trainer, self._num_skipped = trainer, Counter[str]()
+        self._trainer = trainer
 
     def before_step(self, state: TrainState) -> None:
         """A schedule on a device is read once the metrics say that there is something to read."""
@@ -190,6 +193,12 @@ class NonfiniteGuard(Hook):
                 f"weights were not finite after step {state.step}, whose loss was: lower the learning rate or check the data"
             )
         return True
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._num_skipped.update(state.get("num_skipped", {}))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_skipped": dict(self._num_skipped)}
 
     def summary(self, state: TrainState) -> list[str]:
         return [
@@ -297,6 +306,11 @@ class Validation(Hook):
         return losses
 
 
+def to_continue(trainer: Trainer, key: str) -> str:
+    """What continues a run that ``key`` has ended; nothing where only its best model is kept."""
+    return "" if trainer.cfg.save_best_only else f"; raise {key} to continue"
+
+
 _NO_READING = {"step": 0, "num_worse": 0}
 
 
@@ -345,7 +359,7 @@ class EarlyStopping(Hook):
         number = self._last["num_worse"]
         if self._settings is not None and number >= self._settings.patience:
             metric = str(state.select_by).replace("_", " ")
-            reason = f"early_stopping: {metric} no better in {number} readings; raise patience to continue"
+            reason = f"early_stopping: {metric} no better in {number} readings{to_continue(self._trainer, 'patience')}"
             state.request_stop(reason, by_all=True)
 
 

@@ -171,6 +171,9 @@ class Run:
             self.has_ended = not self.scalars.get("has_weights", True)
             if self.has_ended:
                 self._tell_end(self.scalars["stopped_by"])
+                if self.is_writer:  # a kill after the last step has left a status without its end
+                    status.follow(self.path / run_files.STATUS)
+                    status.report(now=True, stopped_by=self.scalars["stopped_by"])
             if self.is_writer:
                 with self._os_error_as_user_error():
                     checkpoint.remove_surplus(self.path, self.resumed_from, self._cfg.checkpoint.keep_last)

@@ -86,7 +86,7 @@ def error_of(tmp_path):
         ("plain", "optimizer.betas=[0.9,7]", "optimizer: Invalid beta parameter at index 1"),
         ("plain", "custom_sharded_layers=[tok_embedding]", "names tok_embedding, which the model does not have, did you mean tok_embeddings?"),
         # The loss and its penalties
-        ("plain", "loss.label_smoothing=0.5", "loss.label_smoothing=0.5 would change plain cross-entropy"),
+        ("plain", "loss.label_smoothing=0.5", "loss.label_smoothing=0.5 changes plain cross-entropy"),
         ("plain", "loss=finch.objectives.TALRR", "did you mean TALR"),
         ("plain", "loss=finch.objectives.TALR loss.tau=soon", "loss.tau=soon must be number > 0, auto, exact or lagged"),
         ("plain", "regularizer=finch.regularization.L2 regularizer.form=cubic", "regularizer.form=cubic must be sum, half or mean"),

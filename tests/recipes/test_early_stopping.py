@@ -68,7 +68,9 @@ def test_readings_within_epochs(step, tiny, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("every", "stops_at"), [(None, 6), (2, 2)])
 def test_a_probe_read_more_often_counts_as_often(every, stops_at):
     """Readings at each step, the first the best, of 6 steps an epoch."""
-    cfg = OmegaConf.create({"early_stopping": {"patience": 1}, "validate_every_n_steps": every})
+    cfg = OmegaConf.create(
+        {"early_stopping": {"patience": 1}, "validate_every_n_steps": every, "save_best_only": False}
+    )
     key, stopped = "probe/own/kl", []
     state = SimpleNamespace(step=0, select_by=key, best={"epoch": "epoch_0", key: 0.1}, evaluated={})
     state.request_stop = lambda *_, **__: stopped.append(state.step)

@@ -34,7 +34,8 @@ def test_nonfinite_number_is_skipped(spoiled, changes, config, tmp_path, monkeyp
     assert same[3:6] == [False, True, False]
     what = {"losses": "loss", "gradients": "gradient"}[spoiled]
     assert re.search(rf"updates skipped up to step [5-9], since the {what} was not finite: 1\n", run.output)
-    assert f"updates that were skipped, since the {what} was not finite: 1\n" in run.output
+    said = f"updates that were skipped, since the {what} was not finite: 1\n"
+    assert said in run.output
     assert [loss is None for loss in run.column("loss")] == [step == 5 and spoiled == "losses" for step in range(1, 12)]
     if spoiled == "losses":
         losses, averages = run.column("loss"), run.column("ema_loss")
@@ -42,6 +43,8 @@ def test_nonfinite_number_is_skipped(spoiled, changes, config, tmp_path, monkeyp
         assert averages[5] == pytest.approx(0.9 * averages[3] + 0.1 * losses[5], rel=1e-12)
     else:
         assert run.column("grad_norm")[4] is None
+    # In the steps of a later start nothing is spoiled.
+    assert said in finished(tmp_path, config(**changes), "resume_from_checkpoint=True", "epochs=2").output
 
 
 def test_schedules_by_step_continue_after_a_skipped_step(config, trained, tmp_path, monkeypatch):

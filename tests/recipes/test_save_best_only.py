@@ -7,7 +7,8 @@ import pytest
 from helpers.runs import assert_same_weights, finished, llama_args, run_broken, run_here, script_validation
 
 from benchmarks.tiny_job import make_base
-from finch.base import run_files
+from finch.base import run_files, status
+from finch.base.files import replace_text
 from finch.study.report.runs import read_runs
 from finch.study.sweep.job import is_trained
 
@@ -78,6 +79,12 @@ def test_short_run_that_has_stopped_early_stays_so(every, config, tmp_path, monk
     config |= {"early_stopping": {"patience": 1}, "validate_every_n_steps": every}
     for words in ([], ["resume_from_checkpoint=True"]):
         run = finished(tmp_path, config, *words)
+        assert "to continue;" not in run.output
+        ended = status.read(run.folder / run_files.STATUS)
+        assert (ended["is_finished"], ended["error"]) == (True, None)
+        assert ended["stopped_by"].startswith("early_stopping: validation loss no better in 1 readings")
+        # As a kill after the last step leaves it, such as while the average is written.
+        replace_text(run.folder / run_files.STATUS, '{"phase": "steps", "error": "lost"}')
         assert run.column("step")[-1] == (5 if every else 6)
         assert run_files.chosen_model(run.folder).readlink().name == "epoch_1"
         assert names(run) == ["epoch_1"]
