@@ -32,6 +32,7 @@ _FLAG = re.compile(
     "--(exclusive|contiguous|hold|ignore-pbs|no-kill|(no-)?requeue|overcommit|oversubscribe|propagate|get-user-env|parsable|quiet|reboot|"
     "spread-job|test-only|use-min-nodes|verbose|wait|nice)|-[XHkOsQvW]"
 )
+_TORCHRUN = re.compile(r"nproc|nnodes|rdzv|restarts|max-restarts|standalone|node-rank|master-|\w+_")
 _MIN_TRAINING_S = 60  # a job needs longer before the warning of its time limit, or it never makes progress
 
 
@@ -113,7 +114,7 @@ def complete_options(given: Sequence[str], text: str, *, is_own_script: bool = F
         is_own_script: whether the script is the user's, and names its own Python.
 
     Raises:
-        UserError: a time limit that is too short, an environment that is hidden from the script, or a wrong setting.
+        UserError: an option of torchrun, a time limit that is too short, an environment that is hidden from the script, or a wrong setting.
     """
     given = ["--export=ALL", *given]  # a site's SBATCH_EXPORT may say otherwise
     options = {**_header(text), **options_of(given)}
@@ -121,6 +122,8 @@ def complete_options(given: Sequence[str], text: str, *, is_own_script: bool = F
         given.append("--gpus-per-node=1")
         options["gpus-per-node"] = "1"
     _check_time(options)
+    if wrong := next((name for name in options if _TORCHRUN.match(name)), None):  # sbatch has no _ in its options
+        raise UserError(f"--{wrong} is no option of sbatch; ranks are --gpus-per-node N and --nodes N")
     if not is_own_script and not re.match(r"R?B:(SIG)?(USR1|10)\b", options.get("signal", ""), flags=re.IGNORECASE):
         raise UserError(
             f"--signal={options.get('signal')} would not save the run before the time limit; give --signal=B:USR1@SECONDS"

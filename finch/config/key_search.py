@@ -58,10 +58,10 @@ _FOREIGN_NAMES = {
     "use metric_logger=wandb, tensorboard, trackio or csv": "report_to wandb wandb_project",
     # methods
     "use method=lora": "finetuning_type adapter use_peft",
-    "use model.lora_rank, with method=lora": "lora_r lora_rank",
-    "use model.lora_alpha, with method=lora": "lora_alpha",
-    "use model.lora_dropout, with method=lora": "lora_dropout",
-    "use model.lora_attn_modules, with method=lora": "lora_target_modules",
+    "give method=lora, which has model.lora_rank": "lora_r lora_rank",
+    "give method=lora, which has model.lora_alpha": "lora_alpha",
+    "give method=lora, which has model.lora_dropout": "lora_dropout",
+    "give method=lora, which has model.lora_attn_modules": "lora_target_modules",
 }
 """What to do here, and the keys of TRL, LLaMA-Factory, axolotl or torchtune's older recipes that call for it."""
 

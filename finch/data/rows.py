@@ -326,9 +326,7 @@ def train_validation_split(table: Table, part: str, validation_fraction: float, 
         raise UserError(f"dataset.validation_fraction={validation_fraction} must lie in (0, 1), such as 0.1")
     held_out = max(1, round(validation_fraction * len(table)))
     if held_out >= len(table):
-        raise UserError(
-            f"dataset: {len(table)} rows are too few to hold out {validation_fraction:g} of them; give more rows"
-        )
+        raise UserError(f"dataset: {len(table)} rows are too few to hold out {validation_fraction:g} of them; add rows")
     order = np.random.default_rng(split_seed).permutation(len(table))
     return table.select(np.sort(order[held_out:] if part == "train" else order[:held_out]))
 

@@ -38,7 +38,7 @@ from finch.distributed.precision import precision_of
 from finch.evaluation.adapters import merge_folder
 from finch.evaluation.choice import Choice
 from finch.evaluation.foreign import offline, read_config_of
-from finch.evaluation.model_folders import relative_to
+from finch.evaluation.model_folders import TUNED, check_pretrained, manifest_digest, relative_to
 from finch.evaluation.results import MEASURED
 from finch.evaluation.wise_ft import blend, wise_ft
 from finch.probes.evaluation import evaluate
@@ -221,6 +221,7 @@ class Averages:
                 f"checkpointer.checkpoint_dir={model.base.folder} has no config.json; averages need a Hugging Face folder"
             )
         self.base = model.base
+        check_pretrained(run, model.base.folder, model.digest)
         self.tuned = HuggingFaceFolder(str(self._tuned_folder()))
         tokenizer = build(cfg.tokenizer, "tokenizer")
         self._data = TrainingData(cfg, tokenizer, parallel, seed=0, needs_stats=False)
@@ -296,7 +297,8 @@ class Averages:
             return
         partial = self.out / "partial"
         files.remove(partial)
-        files.remove(self.out / MEASURED)
+        for name in (MEASURED, TUNED):
+            files.remove(self.out / name)
         [folder] = wise_ft(self.base.folder, self.tuned.folder, [alpha], partial)
         files.replace_folder(folder, self.out / "model")
         partial.rmdir()
@@ -447,6 +449,8 @@ def average_in(run: Path, choice: Choice, cfg: DictConfig, group: Parallel) -> l
         if group.is_rank_zero:
             _write_front(averages, front, chosen, lines)
             files.replace_text(averages.out / MEASURED, json.dumps(measured) + "\n")
+            of = {"manifest": manifest_digest(tuned_folder(run))}
+            files.replace_text(averages.out / TUNED, json.dumps(of) + "\n")
     return [*lines, f"its model: {averages.out / 'model'}"]
 
 

@@ -25,7 +25,7 @@ from finch.distributed.parallel import Parallel
 from finch.distributed.precision import precision_of
 from finch.evaluation.adapters import merge_folder
 from finch.evaluation.average import UNUSED, read_config, tuned_folder, without_lora
-from finch.evaluation.model_folders import has_average
+from finch.evaluation.model_folders import check_pretrained, has_average
 from finch.objectives.replay import uniform_draws
 from finch.probes.probes import answer_text
 from finch.training.chunked_loss import TokenLoss
@@ -67,7 +67,8 @@ class Chat:
             run /= AVERAGE
         own = run / "model" if (run / "model").is_dir() else run  # of RUN/average
         is_model = not (run / CONFIG).is_file() and any((own / name).is_file() for name in (HF_CONFIG, ADAPTER_CONFIG))
-        cfg = read_config(run.resolve().parent if is_model else run, base, _UNUSED, trust=trust)
+        trained = run.resolve().parent if is_model else run
+        cfg = read_config(trained, base, _UNUSED, trust=trust)
         pretrained = Path(cfg.checkpointer.checkpoint_dir)
         if not pretrained.is_dir():
             raise UserError(
@@ -75,6 +76,7 @@ class Chat:
             )
         changes = {"dtype": "bf16", "fsdp_cpu_offload": False} if precision_of(cfg.dtype).is_mixed else {}
         self._cfg = DictConfig(OmegaConf.merge(without_lora(cfg), changes))
+        check_pretrained(trained, pretrained, LoadedModel(self._cfg, precision_of(self._cfg.dtype)).digest)
         self._max_new_tokens, self._temperature = max_new_tokens, temperature
         self._place = Parallel(distributed.local_device(cfg.device))
         self._tokenizer = build(cfg.tokenizer, "tokenizer")

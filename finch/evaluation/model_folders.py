@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +11,20 @@ from typing import Any
 
 from finch.base import hub, run_files
 from finch.base.errors import UserError, writing
-from finch.base.files import make_folder
+from finch.base.files import make_folder, read_bytes, read_object
 from finch.base.log import logger
 from finch.base.run_files import inside
+from finch.checkpoint.manifest import EXPORTS
+from finch.checkpoint.reader import STATE_FILE
 from finch.evaluation.wise_ft import check_settings
 from finch.models.hf_config import CONFIG, check_folder, read_config
+from finch.training.reference import fingerprint_of
 from finch.training.run import RunLock
 from finch.weights.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SAFETENSORS, SAFETENSORS_INDEX, indexed_shards
+from finch.weights.huggingface import HuggingFaceFolder
 
+TUNED = "tuned.json"
+"""In RUN/average: of which model it is."""
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # Settings of config.json that tuning never changes.
 _FIXED = (
@@ -120,6 +127,11 @@ def find_tuned(path: Path, base: ModelFolder, *, of_any_size: bool = False) -> M
     run = None
     if is_run(path):
         run, path = path, _epoch_of(path)
+        if (base.path / SAFETENSORS).is_file() or (base.path / SAFETENSORS_INDEX).is_file():
+            try:
+                check_pretrained(run, base.path, fingerprint_of(HuggingFaceFolder(str(base.path)).files, 0, {}))
+            except UserError as error:  # two models may well be compared that were not trained one from the other
+                logger.warning(str(error))
     if (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file():
         folder = ModelFolder("--tuned", path, run, base.path)
         if not (path / ADAPTER_WEIGHTS).is_file():
@@ -201,18 +213,37 @@ class _FirstTurn:
         return {"tokens": [0], "mask": [False]}
 
 
+def check_pretrained(run: Path, base: Path, digest: str) -> None:
+    """Raises UserError if the run's last checkpoint says that it was trained from other weights than those of this digest, ``base``'s."""
+    states = sorted(run.glob(f"{run_files.CHECKPOINTS}/step_*/{STATE_FILE}"), key=lambda each: each.stat().st_mtime)
+    identity = read_object(states[-1]).get("identity") if states else None
+    kept = identity.get("digest of the weights") if isinstance(identity, dict) else None
+    if kept not in (None, digest[:16]):
+        raise UserError(f"{base} has other weights than the model that {run} was trained from; give that one as --base")
+
+
 def has_average(run: Path) -> bool:
     """Whether a run has one of its last model: it may have gone on since."""
     average, tuned = run / run_files.AVERAGE / "model" / run_files.HF_CONFIG, run_files.chosen_model(run)
     if not average.is_file() or tuned is None:
         return average.is_file()
-    is_newer = average.stat().st_mtime >= max((file.lstat().st_mtime for file in tuned.iterdir()), default=0.0)
-    if not is_newer:
+    kept = read_object(run / run_files.AVERAGE / TUNED).get("manifest")
+    if kept is not None:  # times do not outlive a copy
+        is_current = kept == manifest_digest(tuned)
+    else:  # of an older finch
+        is_current = average.stat().st_mtime >= max((file.lstat().st_mtime for file in tuned.iterdir()), default=0.0)
+    if not is_current:
         name = tuned.resolve().name
         logger.warning(
             f"{run / run_files.AVERAGE} is of an earlier model, {name} answers; make it again: finch average {run}"
         )
-    return is_newer
+    return is_current
+
+
+def manifest_digest(folder: Path) -> str | None:
+    """Of the list of a model's files, which has their digests; None for a model that finch has not written."""
+    file = folder / EXPORTS
+    return hashlib.sha256(read_bytes(file)).hexdigest() if file.is_file() else None
 
 
 def _epoch_of(run: Path) -> Path:

@@ -194,9 +194,7 @@ def check_output_folder(cfg: DictConfig) -> list[Path]:
         and log is not None
         and run.resolve() in (Path(str(log)).resolve(), Path(str(log)).resolve().parent)
     ):
-        raise UserError(
-            f"overwrite=True would remove lr_scheduler.log={log}, which this run replays; give another output_dir"
-        )
+        raise UserError(f"overwrite=True removes lr_scheduler.log={log}, which is replayed; give another output_dir")
     # With auto a run that was cut off before its first checkpoint starts again.
     if (run / run_files.METRICS).exists() and not cfg.overwrite and resume != "auto":
         raise UserError(

@@ -64,6 +64,14 @@ def test_submit_passes_options_overrides_and_settings(capsys, tmp_path, monkeypa
     assert (tmp_path / "run/slurm").is_dir()
 
 
+@pytest.mark.parametrize("option", ["--nproc_per_node 8", "--nproc-per-node=8", "--restarts 2", "--rdzv_backend c10d"])
+def test_options_of_torchrun_are_refused(capsys, option):
+    """sbatch would be given them, and one GPU be asked for."""
+    error = submit(capsys, "qwen3/4B_finch", *option.split(), "--dry-run")[2].strip()
+    name = option.partition("=")[0].split()[0]
+    assert error == f"finch: error: {name} is no option of sbatch; ranks are --gpus-per-node N and --nodes N"
+
+
 @pytest.mark.parametrize("flag", ["--exclusive", "--requeue", "-H", "-N2"])
 def test_a_flag_takes_no_word(capsys, sbatch, flag):
     assert submit(capsys, flag, "qwen3/4B_finch", "output_dir=run")[0] == 0

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -12,7 +13,7 @@ import torch
 from helpers.causal_lm import mean_loss
 from helpers.runs import LORA, LORA_MODEL, finished, run_here, run_ranks
 from omegaconf import OmegaConf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torchtune.config import instantiate
 from transformers import AutoModelForCausalLM
 
@@ -21,8 +22,9 @@ from finch.cli.main import main
 from finch.distributed.parallel import Parallel
 from finch.evaluation import average as module
 from finch.evaluation.average import MAX_EVALUATIONS, Averages, Front, average, choose, describe
+from finch.evaluation.chat import Chat
 from finch.evaluation.choice import Choice
-from finch.evaluation.model_folders import training_questions
+from finch.evaluation.model_folders import find_base, find_tuned, has_average, training_questions
 from finch.evaluation.wise_ft import wise_ft
 
 
@@ -124,10 +126,36 @@ def test_points_are_the_runs_own_and_those_of_transformers(run, base_folder, cap
     measured = json.loads((run / "average" / "measured.json").read_text())
     assert measured.keys() == values.keys() - {"step", "epoch", "probe_seconds", "probe/own/loss_change"}
     assert [measured["validation_loss"], measured["probe/own/kl"]] == pytest.approx(points[0.4], rel=1e-6)
+    os.utime(run / "average" / "model" / "config.json", (1, 1))  # as a copy may leave it
+    assert has_average(run)
+    manifest = run / f"epoch_{best}" / "finch_manifest.json"
+    manifest.write_text(manifest.read_text() + "\n")  # of a later model
+    assert not has_average(run)
     card = (run / "average" / "README.md").read_text()
     assert text.splitlines()[0] in card
     assert len((run / "average" / "front.csv").read_text().splitlines()) == 4
     assert (run / "average" / "front.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_other_weights_in_the_bases_place_are_named(run, base_folder, tmp_path, caplog):
+    """Of the same sizes and names: without the digest, what was learned and forgotten would be counted from another model."""
+    other = shutil.copytree(base_folder, tmp_path / "other")
+    save_file(
+        {name: weight * 1.5 for name, weight in load_file(other / "model.safetensors").items()},
+        other / "model.safetensors",
+        {"format": "pt"},
+    )
+    message = f"{other} has other weights than the model that {run} was trained from; give that one as --base"
+    for start in (
+        lambda: average(run, Choice(alpha=0.5), base=other),
+        lambda: Chat(run, other, max_new_tokens=1, temperature=0.0),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            start()
+    assert not (run / "average").exists()
+    for base, said in ((base_folder, False), (other, True)):
+        find_tuned(run, find_base(base))
+        assert (message in caplog.text) == said
 
 
 def test_moved_base_interrupted_search_and_metrics_that_do_not_fall(

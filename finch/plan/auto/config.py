@@ -147,7 +147,7 @@ def complete(
         chosen["probes"] = {"own": {"kind": "self", "rows": number}}
         if not _is_removed("probes", overrides):
             messages.append(f"probes.own: {number} own answers, evaluated as it trains; ~probes removes it")
-    limit = OmegaConf.select(given, "tokenizer.max_seq_len")
+    limit = _number(given, "tokenizer.max_seq_len")
     is_method_open = _leaves_method_open(given, file_blocks, overrides)
     if before is not None and "self_replay" not in file_blocks:
         chosen |= {key: before[key] for key in ("self_replay", "average") if before.get(key) is not None}
@@ -165,9 +165,10 @@ def complete(
             size = "few" if num_bytes else "of unknown size"
             shown = "" if number == most else f", not {most:,}: the rows are {size}"
             # FINCH's settings on the command line ask for FINCH.
-            if not (given.get("lr_scheduler") and {*given.lr_scheduler} - {"decay"}):
+            is_finch = bool(given.get("lr_scheduler") and {*given.lr_scheduler} - {"decay"})
+            if not is_finch:
                 chosen["lr_scheduler"] = preserve["lr_scheduler"]
-                shown += ", and a constant learning rate"
+            shown += f", and {'the' if is_finch else 'a constant'} learning rate{' of lr_scheduler' * is_finch}"
             messages.append(
                 f"self_replay: {number} own answers before the first step, at most about half of the training's time{shown}; method=finch trains without"
             )
@@ -238,7 +239,7 @@ def _epochs(given: DictConfig) -> int:
 
 
 def _number(given: DictConfig, key: str) -> int | None:
-    value = given.get(key)
+    value = OmegaConf.select(given, key)
     return value if isinstance(value, int) and value > 0 else None  # a wrong one is named when all keys are checked
 
 

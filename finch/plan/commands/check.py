@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 IGNORE_INDEX = -100  # torch's, which is not imported yet
 _MAX_SHOWN = 120  # characters of a part of a row
+_HIGH_RATE = 0.1  # of Adam; a model of 0.3 M parameters takes up to 0.02
 USAGE = "finch check [--rows N] [--nproc_per_node N] CONFIG [key=value ...] [~key] [method=NAME]"
 
 HELP = f"""usage: {USAGE}
@@ -101,6 +102,7 @@ class Report:
         self._config, self._overrides, self._ranks, self._num_rows = config, overrides, ranks, num_rows
         self._local_ranks = local_ranks
         self.num_problems = 0
+        self._said: set[str] = set()
         self._title = ""
         self._mixture: Mixture | None = None
         self._trained: Samples | None = None
@@ -140,8 +142,13 @@ class Report:
         recipe, cfg = read_job(self._config, self._overrides, self._problem, self._ranks)
         self._print(f"{self._config}: {recipe} on {self._ranks} rank{'s' if self._ranks > 1 else ''}")
         for key in ("lr_scheduler", "loss", "regularizer", "kl_penalty", "optimizer"):
-            if cfg.get(key) is not None and not self.num_problems:
-                self._print(f"{key} {component_of(cfg[key]) or 'constant'}" + _rates(cfg, key))
+            if (cfg.get(key) is not None or key == "lr_scheduler") and not self.num_problems:
+                self._print(f"{key} {component_of(cfg[key]) or 'none, a constant rate'}" + _rates(cfg, key))
+        rate = cfg.optimizer.get("lr")
+        if "adam" in str(component_of(cfg.optimizer)).lower() and isinstance(rate, float | int) and rate > _HIGH_RATE:
+            self._print(
+                f"warning: optimizer.lr={rate:g}: Adam moves each weight by about that much in a step; fine-tuning takes 1e-6 to 1e-3"
+            )
         checks: list[Callable[[], Any]] = [*config_checks(cfg, self._ranks)]
         is_wrong = self.num_problems > 0
         with self._as_problem(is_wrong):
@@ -358,8 +365,11 @@ class Report:
         self._title = ""
 
     def _problem(self, error: object) -> None:
-        self.num_problems += 1
-        self._print(f"problem: {error}")
+        """Once: several sections build the same component."""
+        if str(error) not in self._said:
+            self._said.add(str(error))
+            self.num_problems += 1
+            self._print(f"problem: {error}")
 
 
 def _rates(cfg: DictConfig, key: str) -> str:
@@ -367,7 +377,7 @@ def _rates(cfg: DictConfig, key: str) -> str:
         return f", lr {format_value(cfg.optimizer.get('lr'))}"
     from finch.training.config_checks import describe_cap
 
-    cap, below = cfg[key].get("eta_max"), ""
+    cap, below = (cfg[key] or {}).get("eta_max"), ""
     with contextlib.suppress(UserError):  # a problem that the checks name
         below = describe_cap(cfg) if key == "lr_scheduler" else ""
     return ("" if cap is None else f", eta_max {format_value(cap)}") + (f", at its cap {below}" if below else "")
