@@ -89,6 +89,12 @@ def test_temperature_is_a_number(capsys, value):
     assert (code, f"{value} must be 0 or a number above it" in err) == (2, True), err
 
 
+def test_an_empty_prompt_is_named(capsys):
+    code, out, err = finch(capsys, "chat", "/nowhere", "--prompt", " ")
+    assert (code, out) == (1, "")
+    assert "finch: error: --prompt is empty; give a text, or leave it out for a conversation" in err
+
+
 def test_control_characters_are_shown_escaped(capsys):
     class Model:
         tuned = "average"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 
+from finch.base.errors import UserError
 from finch.base.extras import require_extras
 from finch.cli.arguments import positive
 from finch.cli.early_checks import only_errors_logged
@@ -30,8 +31,10 @@ def _temperature(text: str) -> float:
 
 
 def main(parsed: argparse.Namespace) -> None:
-    """Prints both answers to each prompt."""
+    """Prints both answers to each prompt. Raises UserError for an empty one."""
     require_extras("finch chat", "torchtune")
+    if parsed.prompt is not None and not parsed.prompt.strip():
+        raise UserError("--prompt is empty; give a text, or leave it out for a conversation")
     find_models(parsed)
     check_run(parsed.run)
     from rich.console import Console

@@ -40,7 +40,18 @@ from finch.cli.slurm_submit import (
 from finch.config.instantiate import did_you_mean
 from finch.evaluation.commands.evaluate import check_data, check_harness
 from finch.evaluation.tasks.registry import select_tasks
-from finch.study.sweep.grid import RUN, SMALL_LR, WAITING, Cell, Evaluation, Grid, cells_of, read_grid, write_cell
+from finch.study.sweep.grid import (
+    RUN,
+    SMALL_LR,
+    WAITING,
+    WISE_FT,
+    Cell,
+    Evaluation,
+    Grid,
+    cells_of,
+    read_grid,
+    write_cell,
+)
 from finch.study.sweep.job import Job, check_method, different_key, row_hashes, run_words
 
 SWEEP_SCRIPT = "sweep.sbatch"
@@ -261,6 +272,11 @@ def compose(
         logger.warning(
             f"{len(names)} of {len(jobs)} cells are compared before their average, such as {names[0]}: they train with {_NO_AVERAGE}; "
             "method: wise_ft+METHOD adds the average as another cell"
+        )
+    averages = [job.cell.name for job in jobs.values() if job.cell.kind == WISE_FT]
+    if averages and grid.evaluation is None:
+        logger.warning(
+            f"{len(averages)} of {len(jobs)} cells are averages, such as {averages[0]}, which only an evaluation measures; give the grid the block evaluate"
         )
     names = [job.cell.name for job in jobs.values() if not job.has_validation]
     if names:

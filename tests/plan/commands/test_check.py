@@ -41,6 +41,16 @@ def memory_of(out):
     return {part: float(size) for part, size in re.findall(r"^ +([a-z ]+?) +([\d.]+) kB$", out, re.MULTILINE)}
 
 
+def test_a_rate_that_no_fine_tune_has_and_a_mistake_of_several_sections_are_said_once(check):
+    code, out = check("optimizer.lr=10")
+    assert "warning: optimizer.lr=10: Adam moves each weight by about that much in a step" in out
+    assert code == 0
+    code, out = check("optimizer.lr=abc")
+    assert (code, len(re.findall("problem: optimizer: torch.optim.AdamW cannot be built", out))) == (1, 1)
+    assert "warning: optimizer.lr" not in check("lr_scheduler=null")[1]
+    assert "lr_scheduler none, a constant rate" in check("lr_scheduler=null")[1]
+
+
 def test_check_reports_a_good_run(check, rows_file, base_folder):
     code, out = check("epochs=3")
     assert code == 0, out

@@ -5,7 +5,16 @@ import os
 import pytest
 from helpers.runs import ROOT
 
+from finch.base.log import logger
 from finch.plan.gpu_check.report import Check
+
+
+@pytest.fixture(autouse=True)
+def _log_level():
+    """A run sets that of its process, here ERROR."""
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture

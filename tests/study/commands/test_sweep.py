@@ -164,6 +164,8 @@ def test_cells_are_compared_before_their_average(grid, capsys, caplog):
         assert (f"method={method}" in command, "average=null" in command) == (True, is_averaged)
         text = "1 of 3 cells are compared before their average, such as preserve: they train with average=null"
         assert (text in caplog.text) == is_averaged
+        unmeasured = f"1 of 3 cells are averages, such as wise_ft+{method}, which only an evaluation measures"
+        assert unmeasured in caplog.text
 
 
 def test_rows_that_have_changed_since_a_run_are_refused(grid, tmp_path, rows_file, capsys):
