@@ -1,5 +1,6 @@
 """The study's grids: their cells as README.md has them, and configs that the recipe accepts."""
 
+import csv
 from collections import Counter
 from pathlib import Path
 
@@ -44,11 +45,11 @@ CELLS = {
     "GRID_replay_stories260k.yaml": dict.fromkeys(("sft", "finch", "constant", "kl_0.1", *REPLAYED[-3:]), 9),
     "GRID_quick.yaml": {"sft": 2, "wise_ft": 2, "finch": 1},
 }
-PRECISION = "GRID_precision.yaml"
+PRECISION, PRECISION_SMOLLM2 = "GRID_precision.yaml", "GRID_precision_smollm2.yaml"
 
 
 def test_every_grid_is_listed():
-    assert {path.name for path in STUDY.glob("GRID*.yaml")} == {*CELLS, PRECISION}
+    assert {path.name for path in STUDY.glob("GRID*.yaml")} == {*CELLS, PRECISION, PRECISION_SMOLLM2}
 
 
 def seeds_of(name):
@@ -75,6 +76,15 @@ def test_precision_has_four_rates_of_three_seeds():
     complete = Counter(method for (method, _), seeds in seeds_of(PRECISION).items() if sorted(seeds) == [0, 1, 2])
     arms = [f"{method}{dtype}" for method in ("sft", "finch") for dtype in ("", "_bf16", "_bf16_stochastic")]
     assert complete == dict.fromkeys(arms, 4)  # there may be other cells
+
+
+def test_stored_precisions_are_the_grids():
+    with (STUDY / "results/precision_smollm2.csv").open() as file:
+        stored = {
+            (line["dtype"], float(line["optimizer.lr"])) for line in csv.DictReader(file) if line["dtype"] != "fp32"
+        }
+    cells = cells_of(read_grid(str(STUDY / PRECISION_SMOLLM2)))
+    assert stored == {(cell.values["dtype"], cell.values["optimizer.lr"]) for cell in cells}
 
 
 def test_controls_follow_finch_of_another_seed():

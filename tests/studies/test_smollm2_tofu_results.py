@@ -390,6 +390,24 @@ def test_numbers_in_the_text_are_those_of_the_tables():
         min(one[1] for one in pairs),
         max(one[2] for one in pairs),
     )
+    points = {}
+    for line in read_csv(RESULTS / "precision_smollm2.csv"):
+        points.setdefault(line["dtype"], {})[float(line["optimizer.lr"])] = line
+    loss, kl, paraphrases = (
+        {dtype: np.array([float(line[column]) for line in lines.values()]) for dtype, lines in points.items()}
+        for column in ("training_loss", "own_answers_kl", "paraphrases_loss")
+    )
+    dtypes = ("bf16", "fp32", "bf16_mixed", "bf16_stochastic")
+    at = [[*points[dtype]].index(2e-4) for dtype in dtypes]
+    losses, kls = ([column[dtype][index] for dtype, index in zip(dtypes, at, strict=True)] for column in (loss, kl))
+    has("of {:.2f} nats, the last epoch's mean, next to {:.2f} in fp32, {:.2f} in bf16_mixed and {:.2f} with", *losses)
+    has("whose KL are {:.3f}, {:.3f} and {:.3f}; {:.0%} of", *kls[1:], float(points["bf16"][2e-4]["unmoved"]))
+    logs = {name: np.log(column["fp32"]) for name, column in (("loss", loss), ("kl", kl))}
+    equal = np.exp(np.interp(-np.log(loss["bf16"]), -logs["loss"], logs["kl"]))  # losses fall with the rate
+    has("{:.2f}, {:.2f} and {:.2f} times fp32's at 2e-4, 4e-4 and 8e-4 ({:.2f} at 1.6e-3)", *(kl["bf16"] / equal))
+    gains = np.interp(np.log(kl["bf16"][:3]), logs["kl"], paraphrases["fp32"]) - paraphrases["bf16"][:3]
+    has("lower, by {:.2f}, {:.2f} and {:.2f} nats at the first three", *gains)
+
     names = (("finch", "constant"), ("finch_ema_0", "finch"), ("finch_ema_0", "constant"))
     ratios = [fronts_ratio("blocks_stories260k.csv", *pair) for pair in names]
     has("{:.2f} times the constant rate's (single ratios {:.2f} to {:.2f})", *ratios[0])
