@@ -110,9 +110,13 @@ def _conclusion(front: Front, new: Measure, names: Names) -> str:
         "less": lambda those, forget: f"{those} {forget} less than {reference}",
         "more": lambda those, forget: f"{those} {forget} more than {reference}",
         "alike": lambda those, _: f"of {those} no difference from {reference} can be shown",
-        "unknown": lambda those, _: f"of {those} nothing is concluded, since there are no intervals",
+        "unknown": lambda those, _: (
+            f"of {those} nothing is concluded, since there are no intervals: probes have them from five seeds on"
+        ),
         "once": lambda those, _: f"of {those} nothing is concluded from one score, add learning rates",
-        "apart": lambda those, _: f"{reference} was measured at no common score with {those}",
+        "apart": lambda those, _: (
+            f"{reference} was measured at no common score with {those}: a difference there is a guess, †"
+        ),
     }
     parts = [
         text(join(labels[verdict]), "forget" if len(labels[verdict]) > 1 else "forgets")

@@ -239,16 +239,20 @@ def changes_table(report: Report) -> Table:
             row |= {_change_title(one): _change_cell(outcomes.get(one.name)) for one in measures}
             mean = average(comparison, outcomes)
             rows.append(row | {title: _shown(mean, report.old, sign=True) for title in _mean_titles(comparison)})
-    return Table(
-        "Changes by run",
-        rows,
-        "Tuned minus pretrained on the same documents, [95% intervals]. * differs from 0: p < 0.05, Holm's correction for the number of the run's tasks.",
-    )
+    note = "Tuned minus pretrained"
+    if _is_tested(comparison):
+        note += " on the same documents, [95% intervals]. * differs from 0: p < 0.05, Holm's correction for the number of the run's tasks"
+    return Table("Changes by run", rows, f"{note}.")
+
+
+def _is_tested(comparison: Comparison) -> bool:
+    """Whether any change has a p value, as those over documents have."""
+    return any(one.p_value is not None for _, outcomes in comparison.by_run for one in outcomes.values())
 
 
 def tests_table(report: Report) -> Table:
     """Every change with its standard error and p values."""
-    rows = []
+    rows, is_tested = [], _is_tested(report.comparison)
     for run, outcomes in report.comparison.by_run:
         for measure in report.comparison.measures:
             one = outcomes.get(measure.name)
@@ -260,14 +264,13 @@ def tests_table(report: Report) -> Table:
                 "pretrained": _shown(one.base, measure),
                 "tuned": _shown(one.score, measure),
                 "change": _shown(one.delta, measure, sign=True),
-                "SE": number(error, measure.places + 1),
-                "p": _p_value(one.p_value),
-                "p, Holm": _p_value(one.p_holm),
-                "test": _text(one.test),
             }
+            if is_tested:
+                cells |= {"SE": number(error, measure.places + 1), "p": _p_value(one.p_value)}
+                cells |= {"p, Holm": _p_value(one.p_holm), "test": _text(one.test)}
             rows.append(_run_cells(report, run) | cells)
     return Table(
-        "Every change, with its tests",
+        "Every change, with its tests" if is_tested else "Every change",
         rows,
         "Scores in percent, changes in points. Losses and divergences are in nats per token where no other unit is named, the natural logarithm's unit: a token of probability one half has a loss of "
         "0.69 nats. They, and Brier's error, are better when lower.",
@@ -297,14 +300,13 @@ def tasks_table(report: Report) -> Table:
                 "pretrained": _shown(base, measure),
             }
         )
-    return Table(
-        "Tasks",
-        rows,
-        "How far chance may move a score of 50% either way, in points (half of its 95% interval; losses have none). Between models that answered different "
-        "documents a smaller difference means nothing. (few): under 100, so intervals are rough. (at chance): the pretrained model's interval is not above "
-        "chance, so there is nothing to forget.",
-        text_columns=("role", "metric", "from"),
+    note = (
+        "Half-width: how far chance may move a score of 50% either way, in points (half of its 95% interval; losses have none). Between models that answered "
+        "different documents a smaller difference means nothing. (few): under 100, so intervals are rough. (at chance): the pretrained model's interval is "
+        "not above chance, so there is nothing to forget."
     )
+    has_scores = any(row["half-width"] != NONE for row in rows)
+    return Table("Tasks", rows, note if has_scores else "", text_columns=("role", "metric", "from"))
 
 
 def skills_table(models: Mapping[str, Sequence[Skill]]) -> Table:

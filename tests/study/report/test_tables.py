@@ -225,3 +225,12 @@ def test_skills_table(tmp_path, undrawn):
     with page.with_name("summary.csv").open() as file:
         rows = {row["task"]: (row["accuracy"], row["base_accuracy"]) for row in csv.DictReader(file)}
     assert (rows["code"], rows["facts"]) == (("0.25", "0.75"), ("", ""))
+
+
+def test_probes_alone_come_without_words_of_intervals_and_tests(tmp_path):
+    runs = [make_run(tmp_path / name, name, 1e-4, base=None) for name in ("sft", "finch")]
+    write_report(runs, tmp_path / "report")
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "**Every change**" in text
+    for words in ("Holm's correction for", "with its tests", "How far chance", "how far chance", "| SE |"):
+        assert words not in text
