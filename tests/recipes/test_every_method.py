@@ -111,5 +111,5 @@ def test_replay_repeats_only_the_learning_rates(config, trained, tmp_path):
         assert message in replayed("wrong", change).error()
         assert not (tmp_path / "wrong").exists()
     removed = replayed("replay", "overwrite=True", f"lr_scheduler.log={tmp_path / 'replay'}")
-    assert "overwrite=True would remove lr_scheduler.log=" in removed.error()
+    assert "overwrite=True removes lr_scheduler.log=" in removed.error()
     assert removed.column("lr") == rates
