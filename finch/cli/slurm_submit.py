@@ -32,7 +32,9 @@ _FLAG = re.compile(
     "--(exclusive|contiguous|hold|ignore-pbs|no-kill|(no-)?requeue|overcommit|oversubscribe|propagate|get-user-env|parsable|quiet|reboot|"
     "spread-job|test-only|use-min-nodes|verbose|wait|nice)|-[XHkOsQvW]"
 )
-_TORCHRUN = re.compile(r"nproc|nnodes|rdzv|restarts|max-restarts|standalone|node-rank|master-|\w+_")
+_TORCHRUN = re.compile(
+    "--(nproc-per-node|nnodes|node-rank|rdzv-[a-z-]+|(max-)?restarts|standalone|master-(addr|port)|log-dir)"
+)
 _MIN_TRAINING_S = 60  # a job needs longer before the warning of its time limit, or it never makes progress
 
 
@@ -65,6 +67,7 @@ def main(args: argparse.Namespace, rest: Sequence[str]) -> None:
     Raises:
         UserError: a mistake in the config or the options; no Slurm on this machine; sbatch fails.
     """
+    refuse_torchrun(rest)
     given, words = split_options(rest)
     words = [args.config, *words] if args.config else words
     if not words:
@@ -114,7 +117,7 @@ def complete_options(given: Sequence[str], text: str, *, is_own_script: bool = F
         is_own_script: whether the script is the user's, and names its own Python.
 
     Raises:
-        UserError: an option of torchrun, a time limit that is too short, an environment that is hidden from the script, or a wrong setting.
+        UserError: a time limit that is too short, an environment that is hidden from the script, or a wrong setting.
     """
     given = ["--export=ALL", *given]  # a site's SBATCH_EXPORT may say otherwise
     options = {**_header(text), **options_of(given)}
@@ -122,8 +125,6 @@ def complete_options(given: Sequence[str], text: str, *, is_own_script: bool = F
         given.append("--gpus-per-node=1")
         options["gpus-per-node"] = "1"
     _check_time(options)
-    if wrong := next((name for name in options if _TORCHRUN.match(name)), None):  # sbatch has no _ in its options
-        raise UserError(f"--{wrong} is no option of sbatch; ranks are --gpus-per-node N and --nodes N")
     if not is_own_script and not re.match(r"R?B:(SIG)?(USR1|10)\b", options.get("signal", ""), flags=re.IGNORECASE):
         raise UserError(
             f"--signal={options.get('signal')} would not save the run before the time limit; give --signal=B:USR1@SECONDS"
@@ -143,6 +144,15 @@ def complete_options(given: Sequence[str], text: str, *, is_own_script: bool = F
     nodes = _number(options.get("nodes", "1"))
     ranks = _ranks_per_node(settings, options, text)
     return JobOptions(given, options, settings, ranks, nodes * ranks if nodes and ranks else None)
+
+
+def refuse_torchrun(words: Iterable[str]) -> None:
+    """Raises UserError at an option of torchrun, which the script starts: sbatch would be given it."""
+    names = (word.partition("=")[0] for word in words)
+    if wrong := next((name for name in names if _TORCHRUN.fullmatch(name.replace("_", "-"))), None):
+        raise UserError(
+            f"{wrong} is torchrun's; ranks are --gpus-per-node N and --nodes N, on CPUs the variable FINCH_RANKS_PER_NODE"
+        )
 
 
 def read_script(name: str, own: str | None = None) -> tuple[Path, str]:

@@ -207,9 +207,7 @@ def _with_columns(
     columns = dict(_columns(format, frozenset(names)))
     for field, column in _fields_of_map(format, column_map or {}).items():
         if column not in names:
-            raise UserError(
-                f"dataset.column_map.{field}={column}: the rows have no such column, they have {_listed(names)}"
-            )
+            raise UserError(f"dataset.column_map.{field}={column}: the rows have no such column, only {_listed(names)}")
         columns[field] = column
     found = {field: column for field, column in columns.items() if column is not None}
     if missing := [field for field in columns if field not in found]:
@@ -425,9 +423,7 @@ class RowToMessages(Transform):
                 raise UserError(f"its turn {number} has no {role_key!r}")
             role = ROLES.get(turn[role_key])
             if role is None:
-                raise UserError(
-                    f"its turn {number} has the unknown role {turn[role_key]!r}; known are {', '.join(ROLES)}"
-                )
+                raise UserError(f"its turn {number} has the unknown role {turn[role_key]!r}; known: {', '.join(ROLES)}")
             messages.append(self._turn(turn, number, role, role_key, content_key, is_prompt))
         return messages
 

@@ -313,9 +313,7 @@ def _array(content: IO[bytes], file: Path) -> Iterator[tuple[str, Any]]:
     parts = iter(functools.partial(content.read, 1 << 20), b"")
     text = utf8(b"".join(itertools.islice(parts, MAX_ARRAY >> 20)), file, "")
     if content.read(1):
-        raise UserError(
-            f"data_files={file} is a JSON array of more than {MAX_ARRAY >> 30} GiB; write a row a line, as .jsonl"
-        )
+        raise UserError(f"data_files={file} is a JSON array of more than {MAX_ARRAY >> 30} GiB; write it as .jsonl")
     try:
         # Python's parser would keep the last of two equal keys without a word.
         rows = json.loads(text, object_pairs_hook=_once)

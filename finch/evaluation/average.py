@@ -221,7 +221,6 @@ class Averages:
                 f"checkpointer.checkpoint_dir={model.base.folder} has no config.json; averages need a Hugging Face folder"
             )
         self.base = model.base
-        check_pretrained(run, model.base.folder, model.digest)
         self.tuned = HuggingFaceFolder(str(self._tuned_folder()))
         tokenizer = build(cfg.tokenizer, "tokenizer")
         self._data = TrainingData(cfg, tokenizer, parallel, seed=0, needs_stats=False)
@@ -423,6 +422,9 @@ def average(
         raise UserError(
             f"{run} links files outside of it, which would go into the average; --trust takes those of a run of your own"
         )
+    if not trust:
+        base_model = LoadedModel(without_lora(cfg), precision_of(cfg.dtype))
+        check_pretrained(run, base_model.base.folder, base_model.digest)
     device, lock = distributed.local_device(cfg.device), RunLock(run)
     with _writing(run):
         lock.acquire()

@@ -76,7 +76,8 @@ class Chat:
             )
         changes = {"dtype": "bf16", "fsdp_cpu_offload": False} if precision_of(cfg.dtype).is_mixed else {}
         self._cfg = DictConfig(OmegaConf.merge(without_lora(cfg), changes))
-        check_pretrained(trained, pretrained, LoadedModel(self._cfg, precision_of(self._cfg.dtype)).digest)
+        if not trust:
+            check_pretrained(trained, pretrained, LoadedModel(self._cfg, precision_of(self._cfg.dtype)).digest)
         self._max_new_tokens, self._temperature = max_new_tokens, temperature
         self._place = Parallel(distributed.local_device(cfg.device))
         self._tokenizer = build(cfg.tokenizer, "tokenizer")

@@ -53,10 +53,12 @@ def custom_task(name: str, manager: Any, *, is_new: bool, has_chat_template: boo
     metric = next((each for each in _HEADLINES if each in metrics), metrics[0] if metrics else None)
     if metric is None or "perplexity" in metric:
         raise UserError(f"--tasks {name} has no score per document ({metric or 'no metric'}); leave it out")
-    first_filter, *filters = [each["name"] for each in first.config.filter_list or ()] or [""]
-    shown = f"{metric},{first_filter}" if filters else metric  # as lm-eval writes it
+    chains = [[each["name"] for each in part.config.filter_list or ()] for part in parts.values()]
+    firsts = dict.fromkeys(chain[0] for chain in chains if chain)
+    filters = list(dict.fromkeys(each for chain in chains for each in chain[1:]))
+    shown = f"{metric},{'|'.join(firsts)}" if filters else metric  # as lm-eval writes it
     if filters:
-        logger.warning(f"--tasks {name}: the table has {shown}; {', '.join(filters)}: in {CUSTOM}.json, under others")
+        logger.info(f"--tasks {name}: the table has {shown}; {', '.join(filters)}: in {CUSTOM}.json, under others")
     options: dict[str, Any] = next((each for each in first.config.metric_list if each["metric"] == metric), {})
     return Task(
         name=name,

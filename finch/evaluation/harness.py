@@ -142,6 +142,16 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return getattr(tokenizer, "chat_template", None) is not None
 
 
+def check_own_names(include_path: Path, tasks: Sequence[Task]) -> None:
+    """Raises UserError if a user's task or group has the name of one of finch's ``tasks``, as which it would be reported."""
+    import lm_eval.tasks
+
+    own = lm_eval.tasks.TaskManager(include_path=str(include_path), include_defaults=False).task_index
+    known = {name for task in tasks for name in (task.name, *task.lm_eval_names)}
+    if taken := sorted(name for name in known & set(own) if own[name].kind.name != "TAG"):
+        raise UserError(f"{include_path}: {taken[0]} is the name of a task of finch; give yours another one")
+
+
 def task_manager(
     data_root: Path | None, has_chat_template: bool, include_path: Path | None = None, others: Sequence[str] = ()
 ) -> Any:
@@ -154,19 +164,9 @@ def task_manager(
         has_chat_template: whether the tokenizer has one; otherwise prompts are plain.
         include_path: a folder of further YAML files; a task there replaces lm-eval's of the same name.
         others: names of further tasks. Indexing all of lm-eval's takes seconds, and is left out where those of ``include_path`` suffice.
-
-    Raises:
-        UserError: a task in ``include_path`` has the name of one of ``TASKS``, and would be reported as that.
     """
     import lm_eval.tasks
 
-    from finch.evaluation.tasks.registry import TASKS
-
-    if include_path is not None:
-        own = lm_eval.tasks.TaskManager(include_path=include_path, include_defaults=False).task_index
-        known = {name for task in TASKS.values() for name in (task.name, *task.lm_eval_names)}
-        if taken := sorted(known & set(own)):
-            raise UserError(f"{include_path}: {taken[0]} is the name of a task of finch; give yours another one")
     tasks = Path(lm_eval.tasks.__file__).parent
     folder = tempfile.TemporaryDirectory(prefix="finch-tasks-")
     _write_variants(Path(folder.name), tasks, is_local=data_root is not None, has_chat_template=has_chat_template)

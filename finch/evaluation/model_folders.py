@@ -21,7 +21,6 @@ from finch.models.hf_config import CONFIG, check_folder, read_config
 from finch.training.reference import fingerprint_of
 from finch.training.run import RunLock
 from finch.weights.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SAFETENSORS, SAFETENSORS_INDEX, indexed_shards
-from finch.weights.huggingface import HuggingFaceFolder
 
 TUNED = "tuned.json"
 """In RUN/average: of which model it is."""
@@ -128,10 +127,11 @@ def find_tuned(path: Path, base: ModelFolder, *, of_any_size: bool = False) -> M
     if is_run(path):
         run, path = path, _epoch_of(path)
         if (base.path / SAFETENSORS).is_file() or (base.path / SAFETENSORS_INDEX).is_file():
+            digest = fingerprint_of(weight_files(base), 0, {})
             try:
-                check_pretrained(run, base.path, fingerprint_of(HuggingFaceFolder(str(base.path)).files, 0, {}))
+                check_pretrained(run, base.path, digest)
             except UserError as error:  # two models may well be compared that were not trained one from the other
-                logger.warning(str(error))
+                logger.warning(str(error).partition(";")[0])
     if (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file():
         folder = ModelFolder("--tuned", path, run, base.path)
         if not (path / ADAPTER_WEIGHTS).is_file():
@@ -214,12 +214,14 @@ class _FirstTurn:
 
 
 def check_pretrained(run: Path, base: Path, digest: str) -> None:
-    """Raises UserError if the run's last checkpoint says that it was trained from other weights than those of this digest, ``base``'s."""
+    """Raises UserError if the run's last checkpoint says that it was trained from other files than those of this digest, ``base``'s."""
     states = sorted(run.glob(f"{run_files.CHECKPOINTS}/step_*/{STATE_FILE}"), key=lambda each: each.stat().st_mtime)
     identity = read_object(states[-1]).get("identity") if states else None
     kept = identity.get("digest of the weights") if isinstance(identity, dict) else None
     if kept not in (None, digest[:16]):
-        raise UserError(f"{base} has other weights than the model that {run} was trained from; give that one as --base")
+        raise UserError(
+            f"{base} has other weight files than the model that {run} was trained from; give that one as --base, or --trust if their weights are equal"
+        )
 
 
 def has_average(run: Path) -> bool:

@@ -24,7 +24,7 @@ _BLENDED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfl
 # Settings of config.json that change a model and not the shapes of its weights.
 _EQUAL = (
     *("model_type", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "hidden_act"),
-    *("rope_type", "rope_theta", "factor"),
+    *("rope_type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 )
 _REMEDY = "give the model that was tuned as the base"
 

@@ -269,9 +269,7 @@ def _drop_lines_after(path: Path, step: int, first_lines: int | None) -> list[di
     """Returns the remaining lines."""
     if not os.path.lexists(path):
         if step:
-            logger.warning(
-                f"{path} is gone: the numbers of the steps up to {step} are lost, the run itself goes on unchanged"
-            )
+            logger.warning(f"{path} is gone: the numbers of the steps up to {step} are lost, the run goes on unchanged")
         return []
     lines = run_files.metrics_lines(path)
     # A last line cut short is what a kill leaves. Any other was damaged: a copy of the file is kept.

@@ -58,9 +58,7 @@ def _check_custom_layers(decoder: nn.Module, names: Iterable[str]) -> None:
     known = {name for name, _ in decoder.named_modules()} | {"output"}
     for name in names:
         if name not in known:
-            raise UserError(
-                f"custom_sharded_layers names {name}, which the model does not have{did_you_mean(name, known)}"
-            )
+            raise UserError(f"custom_sharded_layers names {name}, which the model lacks{did_you_mean(name, known)}")
 
 
 def compile_layers(decoders: Iterable[modules.TransformerDecoder]) -> None:

@@ -171,13 +171,16 @@ class Run:
             self.has_ended = not self.scalars.get("has_weights", True)
             if self.has_ended:
                 self._tell_end(self.scalars["stopped_by"])
-                if self.is_writer:  # a kill after the last step has left a status without its end
-                    status.follow(self.path / run_files.STATUS)
-                    status.report(now=True, stopped_by=self.scalars["stopped_by"])
             if self.is_writer:
                 with self._os_error_as_user_error():
                     checkpoint.remove_surplus(self.path, self.resumed_from, self._cfg.checkpoint.keep_last)
         return identity
+
+    def follow_end(self) -> None:
+        """What is left of a run that has ended, such as its average, goes on in its status, where a kill has left that without an end."""
+        if self.is_writer and not status.read(self.path / run_files.STATUS)["is_finished"]:
+            status.follow(self.path / run_files.STATUS)
+            status.report(now=True, stopped_by=self.scalars["stopped_by"])
 
     def _tell_end(self, stopped_by: str | None) -> None:
         epochs, rest = self.scalars["epoch"], "it has left no weights to continue from; overwrite=True starts anew"

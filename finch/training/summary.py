@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _PROBE_COLOURS = [COLOURS[name] for name in ("green", "pink", "amber", "sky", "violet", "brown", "ink")]
 _MAX_STEPS_WITH_MARKERS = 60
-_HARDLY_FELL, _DIVERGED = 0.95, 3.0
+_HARDLY_FELL = 0.95
 
 
 class Summary(Hook):
@@ -113,7 +113,7 @@ def learning(steps: Sequence[Mapping[str, Any]], pretrained: float | None) -> li
     last, first = (_mean_loss(steps, epoch) for epoch in (steps[-1]["epoch"], steps[0]["epoch"]))
     before = pretrained if pretrained is not None else first if steps[0]["epoch"] < steps[-1]["epoch"] else None
     ratio = 0.0 if before is None else last / max(before, 1e-12)
-    if ratio > 1 / _HARDLY_FELL or losses[-1] > _DIVERGED * losses[0]:
+    if ratio > 1 / _HARDLY_FELL:
         lines.append("the loss rose: halve optimizer.lr (docs/choose.md)")
     elif ratio > _HARDLY_FELL:
         lines.append("the loss hardly fell: double optimizer.lr, or train for more epochs (docs/choose.md)")

@@ -65,11 +65,16 @@ def test_submit_passes_options_overrides_and_settings(capsys, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("option", ["--nproc_per_node 8", "--nproc-per-node=8", "--restarts 2", "--rdzv_backend c10d"])
-def test_options_of_torchrun_are_refused(capsys, option):
-    """sbatch would be given them, and one GPU be asked for."""
-    error = submit(capsys, "qwen3/4B_finch", *option.split(), "--dry-run")[2].strip()
+@pytest.mark.parametrize("job", [["qwen3/4B_finch"], ["--titan", "finch_sft_qwen3_4b"]], ids=["recipe", "titan"])
+def test_options_of_torchrun_are_refused(capsys, job, option):
+    error = submit(capsys, *job, *option.split(), "--dry-run")[2].strip()
     name = option.partition("=")[0].split()[0]
-    assert error == f"finch: error: {name} is no option of sbatch; ranks are --gpus-per-node N and --nodes N"
+    assert error.startswith(f"finch: error: {name} is torchrun's; ranks are --gpus-per-node N and --nodes N")
+
+
+def test_a_sites_own_option_is_passed_on(capsys, sbatch):
+    assert submit(capsys, "qwen3/4B_finch", "--gpu_cmode=shared", "output_dir=run")[0] == 0
+    assert "|--gpu_cmode=shared|" in received(sbatch)[0]
 
 
 @pytest.mark.parametrize("flag", ["--exclusive", "--requeue", "-H", "-N2"])

@@ -57,7 +57,7 @@ def test_detect_column_map_gives_the_format(write):
     file = write({"Frage": "a", "Antwort": "b"})
     found = detect(file, column_map={"question": "Frage", "answer": "Antwort"})
     assert (found.format, found.columns) == ("question_answer", {"question": "Frage", "answer": "Antwort"})
-    with pytest.raises(UserError, match=r"column_map.answer=Reply: the rows have no such column, they have Frage"):
+    with pytest.raises(UserError, match=r"column_map.answer=Reply: the rows have no such column, only Frage"):
         detect(file, column_map={"question": "Frage", "answer": "Reply"})
     with pytest.raises(UserError, match=r"column_map names the fields question, which are no row format's"):
         detect(file, column_map={"question": "Frage"})

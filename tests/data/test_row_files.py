@@ -175,7 +175,7 @@ SMALL, LARGE = "a" * 9, "a" * (1 << 20)
     [
         ("a.jsonl.gz", lines([{"a": SMALL}, {"a": LARGE}]), "row 2 has 1 MiB or more; split or remove that row"),
         ("a.jsonl.gz", LARGE, "row 1 has 1 MiB or more"),
-        ("a.json.gz", f'["{LARGE}", 1]', "is a JSON array of more than 0 GiB; write a row a line, as .jsonl"),
+        ("a.json.gz", f'["{LARGE}", 1]', "is a JSON array of more than 0 GiB; write it as .jsonl"),
         ("a.csv.gz", f"a,b\n{SMALL},b\n{LARGE}", "row 2 has 1 MiB or more"),
         ("a.csv.gz", f'a,b\n{SMALL},b\n{SMALL},"' + "a\n" * (1 << 19), "row 2 has 1 MiB or more"),
         ("a.csv.gz", f"a,{LARGE}", "row 1 has 1 MiB or more"),

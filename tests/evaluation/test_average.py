@@ -145,7 +145,7 @@ def test_other_weights_in_the_bases_place_are_named(run, base_folder, tmp_path, 
         other / "model.safetensors",
         {"format": "pt"},
     )
-    message = f"{other} has other weights than the model that {run} was trained from; give that one as --base"
+    message = f"{other} has other weight files than the model that {run} was trained from"
     for start in (
         lambda: average(run, Choice(alpha=0.5), base=other),
         lambda: Chat(run, other, max_new_tokens=1, temperature=0.0),

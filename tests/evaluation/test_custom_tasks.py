@@ -68,6 +68,7 @@ def test_filters_are_named_and_all_scored(caplog):
     manager = Manager("exact_match", kind="generate_until", filters=filters)
     task = custom_task("arc_easy", manager, is_new=False, has_chat_template=False)
     assert task.metric == "exact_match,strict"
+    assert "), exact_match,strict; " in task.definition(False)
     assert "; flexible: in custom.json, under others" in caplog.text
     found = [
         {**record(number, exact_match=score), "filter": name}
@@ -77,6 +78,12 @@ def test_filters_are_named_and_all_scored(caplog):
     samples = task.samples({"arc_easy": found})
     assert [sample["score"] for sample in samples] == [0.0, 0.0]
     assert task.others(samples) == {"exact_match,flexible": 0.5}
+    part = SimpleNamespace(**vars(manager._parts["arc_easy"]))
+    part.config = SimpleNamespace(**{**vars(part.config), "filter_list": [{"name": "answer"}, {"name": "loose"}]})
+    manager._parts = {**manager._parts, "arc_hard": part}
+    group = custom_task("arc_easy", manager, is_new=False, has_chat_template=False)
+    assert group.metric == "exact_match,strict|answer"
+    assert list(group.others([])) == ["exact_match,flexible", "exact_match,loose"]
 
 
 def test_documents_of_a_group_have_separate_ids():

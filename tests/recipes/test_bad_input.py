@@ -84,7 +84,7 @@ def error_of(tmp_path):
         ("plain", "optimizer.lr=abc", "optimizer.lr=abc must be a number above 0"),
         ("plain", "optimizer.lr=1e-4, lr_scheduler=null", "optimizer.lr=1e-4, must be a number above 0"),
         ("plain", "optimizer.betas=[0.9,7]", "optimizer: Invalid beta parameter at index 1"),
-        ("plain", "custom_sharded_layers=[tok_embedding]", "names tok_embedding, which the model does not have, did you mean tok_embeddings?"),
+        ("plain", "custom_sharded_layers=[tok_embedding]", "names tok_embedding, which the model lacks, did you mean tok_embeddings?"),
         # The loss and its penalties
         ("plain", "loss.label_smoothing=0.5", "loss.label_smoothing=0.5 changes plain cross-entropy"),
         ("plain", "loss=finch.objectives.TALRR", "did you mean TALR"),

@@ -280,7 +280,9 @@ def budget_between(run, inside, outside, **settings):
 def test_budget_of_one_group(config, straight, tmp_path):
     values = [line["probe/grouped/kl/b_c"] for line in probed(straight).values()]
     budget = {"probe": "grouped", "metric": "kl/b_c", "max_increase": values[1] / 2, "action": "stop"}
-    run = finished(tmp_path, {**config, "forgetting_budget": budget}, "select_by=probe/grouped/kl/a")
+    light = ("select_by=probe/grouped/kl/a", "save_best_only=True")
+    run = finished(tmp_path, {**config, "forgetting_budget": budget}, *light)
+    assert "to continue" not in run.output  # nothing is left to go on from
     assert list(probed(run)) == [0, 4]
     assert f"probe/grouped/kl/b_c {values[1]:+.4f} at step 4 is outside" in run.output
 
@@ -296,7 +298,7 @@ def test_budget_stops_the_run(config, straight, tmp_path):
     assert "the last model inside forgetting_budget, which has ended the run" in run.output
     assert run_files.chosen_model(run.folder) == run.folder / "within_budget"
     again = finished(tmp_path, {**config, "forgetting_budget": budget}, "resume_from_checkpoint=True")
-    assert "was stopped by forgetting_budget" in again.output
+    assert "was stopped by forgetting_budget; raise max_increase to continue" in again.output
     assert list(probed(again)) == [0, 4, 6, 8]
     assert run_files.chosen_model(run.folder) == run.folder / "within_budget"
     budget["max_increase"] = 99

@@ -393,20 +393,28 @@ def test_numbers_in_the_text_are_those_of_the_tables():
     points = {}
     for line in read_csv(RESULTS / "precision_smollm2.csv"):
         points.setdefault(line["dtype"], {})[float(line["optimizer.lr"])] = line
-    loss, kl, paraphrases = (
+    loss, kl, paraphrases, rate = (
         {dtype: np.array([float(line[column]) for line in lines.values()]) for dtype, lines in points.items()}
-        for column in ("training_loss", "own_answers_kl", "paraphrases_loss")
+        for column in ("train", "own_answers_kl", "paraphrases", "optimizer.lr")
     )
     dtypes = ("bf16", "fp32", "bf16_mixed", "bf16_stochastic")
-    at = [[*points[dtype]].index(2e-4) for dtype in dtypes]
-    losses, kls = ([column[dtype][index] for dtype, index in zip(dtypes, at, strict=True)] for column in (loss, kl))
-    has("of {:.2f} nats, the last epoch's mean, next to {:.2f} in fp32, {:.2f} in bf16_mixed and {:.2f} with", *losses)
-    has("whose KL are {:.3f}, {:.3f} and {:.3f}; {:.0%} of", *kls[1:], float(points["bf16"][2e-4]["unmoved"]))
-    logs = {name: np.log(column["fp32"]) for name, column in (("loss", loss), ("kl", kl))}
-    equal = np.exp(np.interp(-np.log(loss["bf16"]), -logs["loss"], logs["kl"]))  # losses fall with the rate
-    has("{:.2f}, {:.2f} and {:.2f} times fp32's at 2e-4, 4e-4 and 8e-4 ({:.2f} at 1.6e-3)", *(kl["bf16"] / equal))
-    gains = np.interp(np.log(kl["bf16"][:3]), logs["kl"], paraphrases["fp32"]) - paraphrases["bf16"][:3]
-    has("lower, by {:.2f}, {:.2f} and {:.2f} nats at the first three", *gains)
+    losses, kls = ([column[dtype][rate[dtype] == 2e-4].item() for dtype in dtypes] for column in (loss, kl))
+    has("at {:.2f} nats on the learned rows, next to {:.2f} in fp32, {:.2f} in bf16_mixed and {:.2f} with", *losses)
+    has("whose KL are {:.3f}, {:.3f} and {:.3f}.", *kls[1:])
+    unmoved = [float(points[dtype][2e-4]["unmoved"]) for dtype in ("bf16", "bf16_mixed", "bf16_stochastic")]
+    has("{:.0%} of its weights equal the pretrained ones in bf16, of these two's {:.0%} and {:.0%}.", *unmoved)
+    falling = {dtype: -np.log(column) for dtype, column in loss.items()}  # losses fall with the rate
+    needed = np.exp(np.interp(falling["fp32"][3], falling["bf16"], np.log(rate["bf16"])))
+    has("{:.1f} times the rate reaches fp32's loss", needed / 2e-4)
+    equal = np.exp(np.interp(falling["bf16"], falling["fp32"], np.log(kl["fp32"])))
+    has("is {:.2f}, {:.2f} and {:.2f} times fp32's at 2e-4, 4e-4 and 8e-4, and {:.2f} times at", *(kl["bf16"] / equal))
+    gains = np.interp(np.log(kl["bf16"]), np.log(kl["fp32"]), paraphrases["fp32"]) - paraphrases["bf16"]
+    has("is lower by {:.2f}, {:.2f} and {:.2f} nats at the first three", *gains[:3])
+    page = (RESULTS.parents[2] / "docs/precision.md").read_text(encoding="utf-8")
+    for name, dtype, at in (*((each, each, 2e-4) for each in dtypes), ("bf16 at 8e-4", "bf16", 8e-4)):
+        line = points[dtype][at]
+        shown = f"{name:<16}{float(line['train']):14.2f}{float(line['own_answers_kl']):20.3f}"
+        assert shown + (f"   {float(line['unmoved']):.0%}" if line["unmoved"] else "\n") in page
 
     names = (("finch", "constant"), ("finch_ema_0", "finch"), ("finch_ema_0", "constant"))
     ratios = [fronts_ratio("blocks_stories260k.csv", *pair) for pair in names]

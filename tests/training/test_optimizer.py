@@ -66,7 +66,7 @@ def test_clipping_in_the_kernel_is_that_in_memory(is_finch: bool) -> None:
     assert not torch.equal(trained[0], torch.cat([each.detach() for each in weights(torch.float32).values()]))
 
 
-@pytest.mark.parametrize(("rate", "is_said"), [(2e-5, True), (1e-3, True), (3e-3, False)])
+@pytest.mark.parametrize(("rate", "is_said"), [(2e-5, True), (3e-3, True), (2e-2, False)])
 def test_share_that_bf16_rounds_away_is_that_of_an_adam_step(rate: float, is_said: bool, caplog) -> None:
     """Adam's first update is the learning rate, here away from 0."""
     parameters = list(weights(torch.bfloat16).values())
@@ -76,7 +76,7 @@ def test_share_that_bf16_rounds_away_is_that_of_an_adam_step(rate: float, is_sai
         each.grad = -each.detach().sign()
     torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0, fused=True).step()
     equal = torch.cat([one == other for one, other in zip(before, parameters, strict=True)]).double().mean()
-    assert (equal > 0.5) == is_said
+    assert (equal > 0.1) == is_said
     said = [re.findall(r"in bf16 (\d+%) of the weights", line.message) for line in caplog.records]
     assert said == [[f"{equal:.0%}"]] * is_said
 

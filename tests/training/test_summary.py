@@ -179,8 +179,4 @@ def test_loss_that_did_not_fall_comes_with_what_to_try(last, advice):
         assert [line.split(" optimizer.lr")[0] for line in others] == advice
     capped = [{**line, "ema_loss": 1.0, "lr_is_capped": line["step"] == 2} for line in steps]
     assert learning(capped, None)[1] == "FINCH was at its cap, lr_scheduler.eta_max, in 33% of the steps"
-    one_epoch = [{**line, "epoch": 0} for line in steps]
-    assert len(learning(one_epoch, None)) == 1
-    assert learning([*one_epoch, {**one_epoch[0], "loss": 9.0}], None)[1].startswith(
-        "the loss rose: halve optimizer.lr"
-    )
+    assert len(learning([{**line, "epoch": 0} for line in steps], None)) == 1

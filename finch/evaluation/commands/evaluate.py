@@ -230,9 +230,14 @@ def check_harness() -> None:
 
 
 def check_data(tasks: Sequence[Task], data_root: Path | None, include_path: Path | None) -> None:
-    """The files must be there, without ``data_root`` the hub must be allowed."""
-    if include_path is not None and not include_path.is_dir():
-        raise UserError(f"--include-path={include_path} is not a folder; give the folder of your tasks' YAML files")
+    """The files must be there, without ``data_root`` the hub must be allowed; a user's own tasks need other names than ``tasks``."""
+    if include_path is not None:
+        if not include_path.is_dir():
+            raise UserError(f"--include-path={include_path} is not a folder; give the folder of your tasks' YAML files")
+        from finch.evaluation.harness import check_own_names, quiet_harness
+
+        with quiet_harness():
+            check_own_names(include_path, tasks)
     if data_root is not None and not data_root.is_dir():
         raise UserError(
             f"--data-root={data_root} is not a folder; give the folder of the data sets, or leave it out to use the hub"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finch.base.errors import UserError
-from finch.cli.slurm_submit import add_script, complete_options, read_script, split_options, submit
+from finch.cli.slurm_submit import add_script, complete_options, read_script, refuse_torchrun, split_options, submit
 
 SCRIPT = "finch_titan.sbatch"
 
@@ -38,6 +38,7 @@ def main(args: argparse.Namespace, rest: Sequence[str]) -> None:
         raise UserError(
             f"--titan {name}: there is no such config; there are {', '.join(known)}, and MODULE:NAME names one of yours"
         )
+    refuse_torchrun(rest)
     arguments, words = _split_arguments(rest)
     given, others = split_options(words)
     if others:

@@ -115,7 +115,7 @@ def _conclusion(front: Front, new: Measure, names: Names) -> str:
         ),
         "once": lambda those, _: f"of {those} nothing is concluded from one score, add learning rates",
         "apart": lambda those, _: (
-            f"{reference} was measured at no common score with {those}: a difference there is a guess, †"
+            f"{reference} has no common score with {those}: differences marked † are extrapolated"
         ),
     }
     parts = [

@@ -239,20 +239,16 @@ def changes_table(report: Report) -> Table:
             row |= {_change_title(one): _change_cell(outcomes.get(one.name)) for one in measures}
             mean = average(comparison, outcomes)
             rows.append(row | {title: _shown(mean, report.old, sign=True) for title in _mean_titles(comparison)})
-    note = "Tuned minus pretrained"
-    if _is_tested(comparison):
-        note += " on the same documents, [95% intervals]. * differs from 0: p < 0.05, Holm's correction for the number of the run's tasks"
-    return Table("Changes by run", rows, f"{note}.")
-
-
-def _is_tested(comparison: Comparison) -> bool:
-    """Whether any change has a p value, as those over documents have."""
-    return any(one.p_value is not None for _, outcomes in comparison.by_run for one in outcomes.values())
+    shown = [value for row in rows for value in map(str, row.values())]
+    note = f"Tuned minus pretrained{', [95% intervals] over the same documents' * any('[' in each for each in shown)}."
+    if any(each.endswith("*") for each in shown):
+        note += " * differs from 0: p < 0.05, Holm's correction for the number of the run's tasks."
+    return Table("Changes by run", rows, note)
 
 
 def tests_table(report: Report) -> Table:
     """Every change with its standard error and p values."""
-    rows, is_tested = [], _is_tested(report.comparison)
+    rows = []
     for run, outcomes in report.comparison.by_run:
         for measure in report.comparison.measures:
             one = outcomes.get(measure.name)
@@ -264,13 +260,17 @@ def tests_table(report: Report) -> Table:
                 "pretrained": _shown(one.base, measure),
                 "tuned": _shown(one.score, measure),
                 "change": _shown(one.delta, measure, sign=True),
+                "SE": number(error, measure.places + 1),
+                "p": _p_value(one.p_value),
+                "p, Holm": _p_value(one.p_holm),
+                "test": _text(one.test),
             }
-            if is_tested:
-                cells |= {"SE": number(error, measure.places + 1), "p": _p_value(one.p_value)}
-                cells |= {"p, Holm": _p_value(one.p_holm), "test": _text(one.test)}
             rows.append(_run_cells(report, run) | cells)
+    # Of probes and losses none may have them.
+    empty = [title for title in ("SE", "p", "p, Holm", "test") if all(row[title] in ("", NONE) for row in rows)]
+    rows = [{title: cell for title, cell in row.items() if title not in empty} for row in rows]
     return Table(
-        "Every change, with its tests" if is_tested else "Every change",
+        "Every change" if "p" in empty else "Every change, with its tests",
         rows,
         "Scores in percent, changes in points. Losses and divergences are in nats per token where no other unit is named, the natural logarithm's unit: a token of probability one half has a loss of "
         "0.69 nats. They, and Brier's error, are better when lower.",
@@ -300,13 +300,15 @@ def tasks_table(report: Report) -> Table:
                 "pretrained": _shown(base, measure),
             }
         )
-    note = (
-        "Half-width: how far chance may move a score of 50% either way, in points (half of its 95% interval; losses have none). Between models that answered "
-        "different documents a smaller difference means nothing. (few): under 100, so intervals are rough. (at chance): the pretrained model's interval is "
-        "not above chance, so there is nothing to forget."
-    )
-    has_scores = any(row["half-width"] != NONE for row in rows)
-    return Table("Tasks", rows, note if has_scores else "", text_columns=("role", "metric", "from"))
+    notes = {
+        "\N{PLUS-MINUS SIGN}": "Half-width: how far chance may move a score of 50% either way, in points (half of its 95% interval; losses have none). Between models "
+        "that answered different documents a smaller difference means nothing.",
+        "(few)": "(few): under 100, so intervals are rough.",
+        "(at chance)": "(at chance): the pretrained model's interval is not above chance, so there is nothing to forget.",
+    }
+    shown = " ".join(str(cell) for row in rows for cell in row.values())
+    note = " ".join(text for mark, text in notes.items() if mark in shown)
+    return Table("Tasks", rows, note, text_columns=("role", "metric", "from"))
 
 
 def skills_table(models: Mapping[str, Sequence[Skill]]) -> Table:

@@ -8,6 +8,8 @@ from helpers.evaluation import write_data_root
 from helpers.runs import finch
 
 from finch.evaluation import loading, runner, skills
+from finch.evaluation.harness import check_own_names
+from finch.evaluation.tasks.registry import TASKS
 
 
 @pytest.fixture
@@ -48,8 +50,10 @@ def test_own_task_of_a_name_that_finch_has_is_refused(refused, tmp_path):
     """It would be reported, and kept, as finch's."""
     for name in ("hellaswag", "mmlu_anatomy"):
         (tmp_path / "own.yaml").write_text(f"task: {name}\ndataset_path: json\n")
-        line = refused("--include-path", tmp_path, "--tasks", "arc_easy", suite=())
+        line = refused("--include-path", tmp_path, "--tasks", "mmlu,hellaswag")
         assert line == f"{tmp_path}: {name} is the name of a task of finch; give yours another one"
+    (tmp_path / "own.yaml").write_text("task: mmlu_anatomy\ntag: winogrande\ndataset_path: json\n")
+    check_own_names(tmp_path, [TASKS["winogrande"]])  # neither for a tag nor for a task that is not asked for
 
 
 def test_out_that_cannot_be_written_is_named(refused, tmp_path):

@@ -116,7 +116,7 @@ def test_methods_are_compared_at_equal_scores_in_words():
     names = Names(method_styles(front.methods), [])
     assert _conclusion(front, NEW, names) == (
         "At an equal score on tofu: FINCH forgets less than SFT; EAFT forgets more than SFT; of DFT no difference from SFT can be shown; "
-        "of L2 nothing is concluded from one score, add learning rates; SFT was measured at no common score with STM: a difference there is a guess, †."
+        "of L2 nothing is concluded from one score, add learning rates; SFT has no common score with STM: differences marked † are extrapolated."
     )
     kl, points = (
         Measure("kl", "old", "losses", "kl", "", "nats", False),

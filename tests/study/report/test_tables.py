@@ -232,5 +232,6 @@ def test_probes_alone_come_without_words_of_intervals_and_tests(tmp_path):
     write_report(runs, tmp_path / "report")
     text = (tmp_path / "report" / "report.md").read_text()
     assert "**Every change**" in text
-    for words in ("Holm's correction for", "with its tests", "How far chance", "how far chance", "| SE |"):
+    assert "since there are no intervals: probes have them from five seeds on" in text
+    for words in ("Holm's correction for", "with its tests", "how far chance", "| SE |"):
         assert words not in text
