@@ -295,7 +295,9 @@ def _table(models: Sequence[str], results: Sequence[tuple[Path, SuiteResult]], t
                 measured = mean_interval(samples) if is_base else paired_delta(samples, read_samples(folder, task))
                 number, delta = measured.n, "" if is_base else f"{100 * measured.mean:+.1f}"
                 low, high, sign = 100 * measured.low, 100 * measured.high, "" if is_base else "+"
-                interval = "" if math.isnan(low) else f"[{low:{sign}.1f}, {high:{sign}.1f}]"
+                interval = f"[{low:{sign}.1f}, {high:{sign}.1f}]"
+                if math.isnan(low):
+                    interval = "no document differs" if delta and measured.mean == 0 else ""
             first, last = ([name, metric], _percent(task.chance)) if is_base else (["", ""], "")
             rows.append([*first, model, _percent(task.score), delta, interval, str(number), last])
     few = few_documents({name: base.tasks[name].n for name in tasks})
