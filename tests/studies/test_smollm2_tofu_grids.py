@@ -80,11 +80,13 @@ def test_precision_has_four_rates_of_three_seeds():
 
 def test_stored_precisions_are_the_grids():
     with (STUDY / "results/precision_smollm2.csv").open() as file:
-        stored = {
-            (line["dtype"], float(line["optimizer.lr"])) for line in csv.DictReader(file) if line["dtype"] != "fp32"
-        }
+        stored = [
+            (line["method"], line["dtype"], float(line["optimizer.lr"]))
+            for line in csv.DictReader(file)
+            if line["dtype"] != "fp32"
+        ]
     cells = cells_of(read_grid(str(STUDY / PRECISION_SMOLLM2)))
-    assert stored == {(cell.values["dtype"], cell.values["optimizer.lr"]) for cell in cells}
+    assert stored == [tuple(cell.values[key] for key in ("method", "dtype", "optimizer.lr")) for cell in cells]
 
 
 def test_controls_follow_finch_of_another_seed():

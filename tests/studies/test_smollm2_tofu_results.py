@@ -392,7 +392,8 @@ def test_numbers_in_the_text_are_those_of_the_tables():
     )
     points = {}
     for line in read_csv(RESULTS / "precision_smollm2.csv"):
-        points.setdefault(line["dtype"], {})[float(line["optimizer.lr"])] = line
+        name = "finch" if line["method"] == "finch" else line["dtype"]
+        points.setdefault(name, {})[float(line["optimizer.lr"])] = line
     loss, kl, paraphrases, rate = (
         {dtype: np.array([float(line[column]) for line in lines.values()]) for dtype, lines in points.items()}
         for column in ("train", "own_answers_kl", "paraphrases", "optimizer.lr")
@@ -410,6 +411,9 @@ def test_numbers_in_the_text_are_those_of_the_tables():
     has("is {:.2f}, {:.2f} and {:.2f} times fp32's at 2e-4, 4e-4 and 8e-4, and {:.2f} times at", *(kl["bf16"] / equal))
     gains = np.interp(np.log(kl["bf16"]), np.log(kl["fp32"]), paraphrases["fp32"]) - paraphrases["bf16"]
     has("is lower by {:.2f}, {:.2f} and {:.2f} nats at the first three", *gains[:3])
+    equal = np.exp(np.interp(falling["finch"], falling["bf16"], np.log(kl["bf16"])))[1:]  # SFT learns more at any rate
+    has("is at {:.2f} and {:.2f} at the training losses of FINCH's 2e-4 and 4e-4", *(kl["finch"][1:] / equal))
+    has("at 1e-4 it hardly learns ({:.2f} nats)", loss["finch"][0])
     page = (RESULTS.parents[2] / "docs/precision.md").read_text(encoding="utf-8")
     for name, dtype, at in (*((each, each, 2e-4) for each in dtypes), ("bf16 at 8e-4", "bf16", 8e-4)):
         line = points[dtype][at]
