@@ -128,7 +128,6 @@ class FinchFullFinetune(FTRecipeInterface):
         """The training loop: epochs, steps, and what happens between them."""
         cfg, state = self.cfg, self.state
         if self.run.has_ended:
-            self.run.follow_end()
             self.hooks.each(lambda hook: hook.after_end(self))
             return
         self.begin()

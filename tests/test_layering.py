@@ -39,7 +39,7 @@ BELOW = {
 TORCH_ALONE = ("finch", "finch.base", "finch.optim", "finch.objectives")
 RECIPE_USERS = ("gpu_check.runs",)
 """What runs whole recipes in its own process."""
-BUDGET = 13_559
+BUDGET = 13_556
 """Of the core, in lines of code. It may fall; what would raise it belongs into a room, or replaces something."""
 NO_CODE = {
     tokenize.COMMENT,

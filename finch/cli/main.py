@@ -21,7 +21,7 @@ _COMMANDS = {
         "run": ("cli.run", "train: a config's recipe on one process or several ranks"),
         "check": ("plan.commands.check", "check a run and estimate its memory, without training"),
         "sweep": ("study.commands.sweep", "train and evaluate the runs of a grid, here or as a Slurm job array"),
-        "average": ("evaluation.commands.average", "average a run with its pretrained model, keeping what was learned"),
+        "average": ("evaluation.commands.average", "average a run and its base model, keeping most of what it learned"),
     },
     "measure": {
         "chat": ("evaluation.commands.chat", "the pretrained and the tuned model's answers to a prompt, side by side"),

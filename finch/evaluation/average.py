@@ -51,6 +51,7 @@ from finch.training.reference import dataset_loss, fingerprint_of, model_setting
 from finch.training.run import RunLock
 from finch.training.style import COLOURS, LESS_FORGOTTEN, MORE_LEARNED, new_panels
 from finch.weights.files import check_export, is_own
+from finch.weights.formats import open_checkpoint
 from finch.weights.huggingface import HuggingFaceFolder
 
 MAX_EVALUATIONS = 6
@@ -423,8 +424,8 @@ def average(
             f"{run} links files outside of it, which would go into the average; --trust takes those of a run of your own"
         )
     if not trust:
-        base_model = LoadedModel(without_lora(cfg), precision_of(cfg.dtype))
-        check_pretrained(run, base_model.base.folder, base_model.digest)
+        pretrained = open_checkpoint(cfg.checkpointer)
+        check_pretrained(run, pretrained.folder, pretrained.files)
     device, lock = distributed.local_device(cfg.device), RunLock(run)
     with _writing(run):
         lock.acquire()
@@ -451,8 +452,8 @@ def average_in(run: Path, choice: Choice, cfg: DictConfig, group: Parallel) -> l
         if group.is_rank_zero:
             _write_front(averages, front, chosen, lines)
             files.replace_text(averages.out / MEASURED, json.dumps(measured) + "\n")
-            of = {"manifest": manifest_digest(tuned_folder(run))}
-            files.replace_text(averages.out / TUNED, json.dumps(of) + "\n")
+            tuned = {"manifest": manifest_digest(tuned_folder(run))}
+            files.replace_text(averages.out / TUNED, json.dumps(tuned) + "\n")
     return [*lines, f"its model: {averages.out / 'model'}"]
 
 

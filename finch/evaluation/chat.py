@@ -32,6 +32,7 @@ from finch.training.chunked_loss import TokenLoss
 from finch.training.loaded_model import LoadedModel
 from finch.training.own_answers import generate
 from finch.weights.files import ADAPTER_CONFIG, check_export
+from finch.weights.formats import open_checkpoint
 from finch.weights.huggingface import HuggingFaceFolder
 
 CLEAR = "/clear"
@@ -77,7 +78,7 @@ class Chat:
         changes = {"dtype": "bf16", "fsdp_cpu_offload": False} if precision_of(cfg.dtype).is_mixed else {}
         self._cfg = DictConfig(OmegaConf.merge(without_lora(cfg), changes))
         if not trust:
-            check_pretrained(trained, pretrained, LoadedModel(self._cfg, precision_of(self._cfg.dtype)).digest)
+            check_pretrained(trained, pretrained, open_checkpoint(cfg.checkpointer).files)
         self._max_new_tokens, self._temperature = max_new_tokens, temperature
         self._place = Parallel(distributed.local_device(cfg.device))
         self._tokenizer = build(cfg.tokenizer, "tokenizer")

@@ -127,9 +127,9 @@ def find_tuned(path: Path, base: ModelFolder, *, of_any_size: bool = False) -> M
     if is_run(path):
         run, path = path, _epoch_of(path)
         if (base.path / SAFETENSORS).is_file() or (base.path / SAFETENSORS_INDEX).is_file():
-            digest = fingerprint_of(weight_files(base), 0, {})
+            weights = weight_files(base)
             try:
-                check_pretrained(run, base.path, digest)
+                check_pretrained(run, base.path, weights)
             except UserError as error:  # two models may well be compared that were not trained one from the other
                 logger.warning(str(error).partition(";")[0])
     if (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file():
@@ -213,12 +213,12 @@ class _FirstTurn:
         return {"tokens": [0], "mask": [False]}
 
 
-def check_pretrained(run: Path, base: Path, digest: str) -> None:
-    """Raises UserError if the run's last checkpoint says that it was trained from other files than those of this digest, ``base``'s."""
+def check_pretrained(run: Path, base: Path, weights: Sequence[Path]) -> None:
+    """Raises UserError if the run's last checkpoint says that it was trained from other files than these ``weights`` of ``base``."""
     states = sorted(run.glob(f"{run_files.CHECKPOINTS}/step_*/{STATE_FILE}"), key=lambda each: each.stat().st_mtime)
     identity = read_object(states[-1]).get("identity") if states else None
     kept = identity.get("digest of the weights") if isinstance(identity, dict) else None
-    if kept not in (None, digest[:16]):
+    if kept is not None and kept != fingerprint_of(weights, 0, {})[:16]:
         raise UserError(
             f"{base} has other weight files than the model that {run} was trained from; give that one as --base, or --trust if their weights are equal"
         )

@@ -29,9 +29,8 @@ from finch.training.reference import ReferenceLosses
 
 Schedule: TypeAlias = FinchLR | ReplayLR | TorchLR
 
-_MANY_LOST = (
-    0.1  # SmolLM2 at 8e-4: 16% by this count, 33% that have not moved after 60 steps of a cosine (docs/precision.md)
-)
+# SmolLM2 at 8e-4: 16% by this count, and 33% that have not moved after the 60 steps of a cosine (docs/precision.md).
+_MANY_LOST = 0.1
 _SAMPLE_SIZE = 4096  # elements of the parameter that an optimizer's states are counted on
 _BLOCK = 256  # elements that share one fp32 scale in the 8-bit optimizers of torchao and bitsandbytes; 4-bit: 128
 
@@ -158,7 +157,8 @@ def check_rounding(parameters: Iterable[nn.Parameter], rate: float, parallel: Pa
     # Weights from 2^e to 2^(e + 1) lie 2^(e - 7) apart: an update below half of that is rounded away.
     too_large = math.ldexp(1.0, math.frexp(rate)[1] + 8)
     shards = [dtensor.to_local(each.detach()) for each in parameters]
-    counts = [sum(int((shard.abs() >= too_large).sum()) for shard in shards), sum(shard.numel() for shard in shards)]
+    # Summed on the device: one wait for it, not one for each parameter.
+    counts = [int(sum((shard.abs() >= too_large).sum() for shard in shards)), sum(map(torch.numel, shards))]
     lost, total = parallel.all_reduce_sum_(torch.tensor(counts, device=parallel.device)).tolist()
     if lost > total * _MANY_LOST:
         logger.warning(

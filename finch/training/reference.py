@@ -110,9 +110,7 @@ class ReferenceFile:
             with files.atomic_file(self.path, is_shared=True) as partial:
                 save_tensors(partial, tensors, {"fingerprint": self._fingerprint, "digest": _digest_of(tensors)})
         except OSError as error:
-            logger.warning(
-                f"{self.path} could not be saved ({error.strerror or error}); the next start computes it again"
-            )
+            logger.warning(f"{self.path} cannot be saved ({error.strerror or error}); the next start computes it again")
 
     def _read(self) -> dict[str, torch.Tensor] | None:
         try:

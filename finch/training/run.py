@@ -62,6 +62,7 @@ def run_recipe(recipe_class: Callable[[DictConfig], Any], cfg: DictConfig) -> No
     logger.setLevel(str(cfg.log_level).upper())
     try:
         recipe.setup(cfg)
+        recipe.run.follow_end()
         recipe.train()
     except BaseException as error:
         try:
@@ -178,7 +179,7 @@ class Run:
 
     def follow_end(self) -> None:
         """What is left of a run that has ended, such as its average, goes on in its status, where a kill has left that without an end."""
-        if self.is_writer and not status.read(self.path / run_files.STATUS)["is_finished"]:
+        if self.has_ended and self.is_writer and not status.read(self.path / run_files.STATUS)["is_finished"]:
             status.follow(self.path / run_files.STATUS)
             status.report(now=True, stopped_by=self.scalars["stopped_by"])
 

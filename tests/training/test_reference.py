@@ -265,7 +265,7 @@ def test_a_file_that_was_changed_is_computed_again_and_one_that_cannot_be_writte
         assert file.exists == (make is os.mkfifo)
         if make is os.mkfifo:
             file.path.unlink()
-    assert "could not be saved (Is a directory); the next start computes it again" in caplog.text
+    assert "cannot be saved (Is a directory); the next start computes it again" in caplog.text
 
 
 def test_fingerprint_covers_weights_rows_and_settings(tmp_path):

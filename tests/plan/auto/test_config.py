@@ -148,6 +148,7 @@ def test_auto_config_preserves_unless_a_method_is_named(folder, rows_file, tmp_p
     cfg = auto(*given, f"data_files={rows_file}", "lr_scheduler.ema=0.8")
     assert (cfg.self_replay.strength, cfg.lr_scheduler) == (1.0, {**FINCH_AUTO, "ema": 0.8})
     assert ", and the learning rate of lr_scheduler; method=finch" in caplog.text
+    assert "constant" not in caplog.text
     assert auto(*given, f"data_files={rows_file}", "lr_scheduler.decay=0.3").lr_scheduler == {"decay": 0.3}
     assert auto(*given, f"data_files={rows_file}", "method=preserve").self_replay.rows == 1024
     assert auto(*given, f"data_files={rows_file}", "self_replay.rows=7").self_replay.rows == 7
